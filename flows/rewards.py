@@ -22,7 +22,13 @@ from prefect_rlhf.rlhf_tasks.algorithms.examples import first_example
 from prefect_rlhf.rlhf_tasks.config.base import Judges, RunConfig
 from prefect_rlhf.rlhf_tasks.config.functions import PickledFunction, is_pickled
 from prefect_rlhf.rlhf_tasks.config.packages import refusal
-from prefect_rlhf.rlhf_tasks.config.responses import AgentConfig, EnvironmentConfig, RewardConfig, ToolConfig
+from prefect_rlhf.rlhf_tasks.config.responses import (
+    ROLLOUT,
+    AgentConfig,
+    EnvironmentConfig,
+    RewardConfig,
+    ToolConfig,
+)
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.rows import prompt_example
 from prefect_rlhf.rlhf_tasks.data.tokenizer import Observations, Tokenizer
@@ -57,14 +63,20 @@ COMPLETION_TOKENS = 16
 
 
 def check_rewards(
-    rewards: Sequence[RewardConfig], columns: Sequence[str], is_here: bool, folder: Path | None = None
+    rewards: Sequence[RewardConfig],
+    columns: Sequence[str],
+    is_here: bool,
+    folder: Path | None = None,
+    agent: AgentConfig | None = None,
 ) -> None:
     """Raises ConfigError for the first reward that cannot be found or called.
 
     columns  the rows' columns, without the prompt
+    agent    of the run: what a rollout_func returns for rewards is not known before
     is_here  whether rewards run on this machine, with this process's environment
     folder   of a run that has begun
     """
+    are_all = agent is None or agent.rollout is None
     for reward in rewards:
         if is_here:
             _refuse_unset(f"reward {reward.location}", reward.arguments)
@@ -81,14 +93,14 @@ def check_rewards(
             continue
         if isinstance(reward.function, PickledFunction):
             if (parameters := Parameters.inspected(reward.function.function)) is not None:
-                _check_parameters(reward, parameters, columns)
+                _check_parameters(reward, parameters, columns, are_all)
             continue
         if is_pickled(reward.location):
             _refuse_lost_code(reward, folder)
             continue
         function = _find(reward)
         if function is not None:
-            _check_parameters(reward, _parameters_of(function), columns)
+            _check_parameters(reward, _parameters_of(function), columns, are_all)
 
 
 def literal_secrets(config: RunConfig) -> list[str]:
@@ -116,7 +128,11 @@ def check_environment(environment: EnvironmentConfig, is_here: bool) -> list[str
 
 
 def check_agent(agent: AgentConfig) -> None:
-    """Raises ConfigError for an agent whose program, or the file that its Python runs, is not there."""
+    """Raises ConfigError for an agent whose program, or the file that its Python runs, is not there; for a
+    rollout_func that its source shows not to be there, or not to take prompts and a trainer."""
+    if agent.rollout is not None:
+        _check_rollout(agent.rollout)
+        return
     program = agent.words[0]
     if shutil.which(program) is None:
         raise ConfigError(
@@ -127,6 +143,26 @@ def check_agent(agent: AgentConfig) -> None:
     file = next((word for word in options_and_file if word.endswith(".py")), None)
     if file is not None and not Path(file).is_file():
         raise ConfigError(f"agent.command: there is no file {file}. Correct the path.")
+
+
+def _check_rollout(location: str) -> None:
+    what, (place, _, name) = f"agent.command: rollout_func {location}", location.rpartition(":")
+    if is_pickled(location):
+        return
+    source = _read(what, place)
+    if source is None:
+        return
+    path, tree = source
+    names = set(names_bound(tree.body))
+    if name not in names and "*" not in names:
+        raise ConfigError(f"{what}: {path} has no {name!r}. Name a function: {ROLLOUT}file.py:function.")
+    defined = [node for node in tree.body if isinstance(node, FUNCTIONS) and node.name == name]
+    if not defined or defined[-1].decorator_list:
+        return
+    taken = [each.arg for each in (*defined[-1].args.posonlyargs, *defined[-1].args.args)]
+    needed = len(taken) - len(defined[-1].args.defaults)
+    if needed > 2 or (len(taken) < 2 and defined[-1].args.vararg is None):
+        raise ConfigError(f"{what}: it takes ({', '.join(taken)}). Give it the parameters (prompts, trainer).")
 
 
 def check_tools(tools: Sequence[ToolConfig], is_here: bool) -> list[str]:
@@ -287,11 +323,14 @@ def _parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Paramete
     return Parameters([*positional, *named], required, signature.kwarg is not None)
 
 
-def _check_parameters(reward: RewardConfig, parameters: Parameters, columns: Sequence[str]) -> None:
+def _check_parameters(
+    reward: RewardConfig, parameters: Parameters, columns: Sequence[str], are_all: bool
+) -> None:
     """Raises ConfigError when a function's parameters match no form, or nothing supplies a required one."""
     try:
         form = parameters.form(reward.location, reward.kwargs)
-        parameters.refuse_missing(reward.location, form, reward.kwargs, columns)
+        if are_all:
+            parameters.refuse_missing(reward.location, form, reward.kwargs, columns)
     except RewardError as error:
         raise ConfigError(str(error)) from None
 

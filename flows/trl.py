@@ -192,6 +192,7 @@ class GRPOTrainer(Trainer):
     """Group-relative policy optimisation (docs/algorithms.md), by TRL's names.
 
     reward_funcs  a function, several, or the folder of a reward model
+    rollout_func  plays an episode for each response (docs/how-to/agents.md)
     """
 
     algorithm = "grpo"
@@ -202,8 +203,10 @@ class GRPOTrainer(Trainer):
         reward_funcs: Callable[..., Any] | str | Path | Sequence[Callable[..., Any] | str | Path],
         args: TrainingArguments | None = None,
         train_dataset: Any = None,
+        rollout_func: Callable[..., Any] | None = None,
         **others: Any,
     ) -> None:
+        self._agent = {} if rollout_func is None else {"agent": {"command": rollout_func}}
         self._rewards = [str(each) if isinstance(each, Path) else each for each in _listed(reward_funcs)]
         super().__init__(model, args, train_dataset, **others)
         models = [each for each in self._rewards if isinstance(each, str)]
@@ -224,7 +227,7 @@ class GRPOTrainer(Trainer):
         pairs = list(zip(self._rewards, weights, strict=True))
         rewards = [{"function": each, "weight": w} for each, w in pairs if not isinstance(each, str)]
         of_model = [{"weight": weight} for each, weight in pairs if isinstance(each, str)]
-        return {"rewards": rewards, **({"reward_model": of_model[0]} if of_model else {})}
+        return {"rewards": rewards, **self._agent, **({"reward_model": of_model[0]} if of_model else {})}
 
     def _samples_of_a_row(self, names: Mapping[str, Any]) -> int:
         return _number("num_generations", names.get("num_generations", 8))

@@ -113,7 +113,8 @@ def code_hashes(config: RunConfig) -> dict[str, str]:
             word for tool in config.tools if tool.mcp for word in tool.mcp.words if word.endswith(".py")
         ]
     if isinstance(config, Scores) and config.agent is not None:
-        places += [word for word in config.agent.words if word.endswith(".py")]
+        rollout = config.agent.rollout
+        places += [rollout] if rollout else [word for word in config.agent.words if word.endswith(".py")]
     hashes = {}
     for place in places:
         module = (place.rpartition(":")[0] or place).rpartition(":")[2]  # of skyrl:file.py:Class, the file

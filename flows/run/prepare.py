@@ -268,7 +268,7 @@ def _check_scores(config: RunConfig, columns: Sequence[str], folder: Path | None
             check_agent(config.agent)
         warnings += check_tools(config.tools, is_here)
         columns = [*columns, *(CALL_COLUMNS if config.tools else ())]
-        check_rewards(config.scoring_rewards, _beside_prompt(columns), is_here, folder)
+        check_rewards(config.scoring_rewards, _beside_prompt(columns), is_here, folder, config.agent)
     return warnings + literal_secrets(config)
 
 
@@ -317,7 +317,7 @@ def check_without_models(config: RunConfig) -> list[str]:
     for part in (config, *held_out_sets(config).values()):
         columns = _beside_prompt(next(iter(data_set(part.data))).row)
         if isinstance(part, Scores):
-            check_rewards(part.scoring_rewards, columns, is_here)
+            check_rewards(part.scoring_rewards, columns, is_here, agent=part.agent)
     return literal_secrets(config)
 
 
@@ -328,7 +328,7 @@ def _held_out(config: RunConfig, folder: Path | None) -> tuple[dict[str, TokenFi
     evaluation, is_here = evaluation_of(config), config.cluster.address is None
     if evaluation is not None:
         columns = [*sets[HELD_OUT].columns, *(CALL_COLUMNS if evaluation.tools else ())]
-        check_rewards(evaluation.rewards, _beside_prompt(columns), is_here, folder)
+        check_rewards(evaluation.rewards, _beside_prompt(columns), is_here, folder, evaluation.agent)
     return sets, warnings
 
 

@@ -57,6 +57,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
 from prefect_rlhf.rlhf_tasks.checkpoint.commits import ATTEMPTS, step_folders
 from prefect_rlhf.rlhf_tasks.config.base import Judges
 from prefect_rlhf.rlhf_tasks.config.functions import keep_function
+from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
 from prefect_rlhf.rlhf_tasks.parallel.layout.parameters import parameters, trained_parameters
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
@@ -145,9 +146,11 @@ def keep_config(folder: Path, config: RunConfig) -> None:
 
 
 def keep_functions(folder: Path, config: RunConfig) -> None:
-    """Write the functions among a run's rewards that no file names into its folder. Raises OSError."""
+    """Write the functions of a run, rewards or a rollout_func, that no file names into its folder. Raises OSError."""
     for reward in config.rewards if isinstance(config, Judges) else ():
         keep_function(reward.function, folder)
+    if isinstance(config, Scores) and config.agent is not None:
+        keep_function(config.agent.command, folder)
 
 
 def finished_since(folder: Path, began_s: float) -> dict[str, Any] | None:

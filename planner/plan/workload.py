@@ -277,6 +277,7 @@ _SAMPLE_BYTES = {
     "tool_calls": 24,
     "answered_turns": 64,  # of four turns
     "agent_counts": 32,
+    "agent_columns": 64,  # a text
     "sequence_lengths": 16,  # of the few sequences that an agent's sample mostly has
     "environment_fault": 1,  # a text, but of few samples
     "number": 8,

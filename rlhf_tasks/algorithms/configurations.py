@@ -22,8 +22,10 @@ from pydantic_core import CoreSchema
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.cluster import ByHand, ClusterConfig, ManualAssignments
+from prefect_rlhf.rlhf_tasks.config.functions import is_pickled
 from prefect_rlhf.rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
 from prefect_rlhf.rlhf_tasks.config.hub_names import HubName, hub_data, hub_model, is_address
+from prefect_rlhf.rlhf_tasks.config.responses import ROLLOUT
 from prefect_rlhf.rlhf_tasks.config.row_objects import Rows
 from prefect_rlhf.rlhf_tasks.config.settings import Settings
 from prefect_rlhf.rlhf_tasks.config.training import TrainingConfig
@@ -126,6 +128,10 @@ def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignm
     return assignments
 
 
+_CODE = re.compile(rf"({ROLLOUT})?(.+\.py)((?(1):\w+))", re.DOTALL)
+"""A word of an agent's command that names a file of Python, or a rollout_func in one."""
+
+
 def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     """The configuration with every relative path made absolute, because workers have other current folders. A name on
     the Hugging Face Hub stays as it is where there is no such path."""
@@ -186,10 +192,12 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
         kind, colon, file = location.rpartition(":")  # such as skyrl:file.py:Class
         if file.endswith(".py"):
             holder[key] = f"{kind}{colon}{absolute(file, f'{place}.{key}')}:{name}"
-    if (agent := document.get("agent")) is not None:
-        words = shlex.split(agent["command"])
+    agent = document.get("agent")
+    if agent is not None and not is_pickled(agent["command"]):
+        words = [_CODE.fullmatch(word) or word for word in shlex.split(agent["command"])]
         agent["command"] = shlex.join(
-            absolute(word, "agent.command") if word.endswith(".py") else word for word in words
+            word if isinstance(word, str) else f"{word[1] or ''}{absolute(word[2], 'agent.command')}{word[3] or ''}"
+            for word in words
         )
     return type(config).model_validate(document)
 

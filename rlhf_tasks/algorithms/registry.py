@@ -18,6 +18,7 @@ from pydantic import create_model
 from prefect_rlhf.rlhf_tasks import algorithms
 from prefect_rlhf.rlhf_tasks.algorithms.shared.configs import PolicyConfig
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
+    AGENT_COLUMNS,
     AGENT_COUNTS,
     STAYS,
     TOOL_CALLS,
@@ -110,6 +111,7 @@ class Algorithm:
         calls = self.graph(config)
         if isinstance(config, Scores) and config.played is not None:
             counts = [TOOL_CALLS] if config.tools else [AGENT_COUNTS] if config.agent else []
+            counts += [AGENT_COLUMNS] if config.agent and config.agent.rollout else []
             lengths = [LENGTHS] if config.agent else []
             calls = with_environment(calls, config.on_reward_error == "skip", counts, lengths)
         if isinstance(config, PolicyConfig):

@@ -97,7 +97,7 @@ def located(function: Callable[..., Any]) -> str:
 def keep_function(location: object, folder: Path) -> None:
     """Write the file of a function that has none yet into a run folder, with mode 0600. Raises OSError."""
     if isinstance(location, PickledFunction):
-        path = folder / location.rpartition(":")[0]
+        path = folder / location.rpartition(":")[0].rpartition(":")[2]
         path.parent.mkdir(mode=0o700, exist_ok=True)
         replace_file(path, location.content, 0o600)
 

@@ -42,6 +42,23 @@ def _has_words(value: str) -> str:
 CommandLine = Annotated[str, AfterValidator(_has_words)]
 """A program and its arguments, quoted as for a shell."""
 
+ROLLOUT = "trl:"
+"""Begins the place of a `rollout_func` of TRL's."""
+
+
+def _rollout(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """A command; that of a function itself is where the function is."""
+    if isinstance(value, PickledFunction):
+        return value
+    if not callable(value):
+        return validate(value)
+    place = located(value)
+    if not isinstance(place, PickledFunction):
+        return shlex.quote(f"{ROLLOUT}{place}")
+    command = PickledFunction(f"{ROLLOUT}{place}")
+    command.function, command.content = place.function, place.content
+    return command
+
 MOST_REQUESTS = 4096  # of an agent
 MOST_STOPS = 32  # strings, and ids, that end a response
 MOST_STOP_BYTES = 256  # of all stop strings: the table that finds them has a row for each
@@ -409,9 +426,10 @@ class EnvironmentConfig(Settings):
 class AgentConfig(Settings):
     """A program of the user's that plays an episode for each response: it asks the policy by OpenAI's API."""
 
-    command: CommandLine = Field(
+    command: Annotated[CommandLine, WrapValidator(_rollout)] = Field(
         description="The program with its arguments. It reads the row as JSON on standard input, asks "
-        'OPENAI_BASE_URL with OPENAI_API_KEY, and may end its output with {"reward": NUMBER}.',
+        'OPENAI_BASE_URL with OPENAI_API_KEY, and may end its output with {"reward": NUMBER}. Or '
+        "`trl:file.py:function`: a rollout_func of TRL's; in Python also the function itself.",
     )
     at_once: int = Field(default=16, gt=0, le=1024, description="Agents that a rank runs at the same time.")
     max_requests: int = Field(
@@ -428,6 +446,12 @@ class AgentConfig(Settings):
     def words(self) -> list[str]:
         """The program and its arguments."""
         return shlex.split(self.command)
+
+    @property
+    def rollout(self) -> str | None:
+        """Where a rollout_func of TRL's is, which plays in place of a program."""
+        first, *others = self.words
+        return None if others or not first.startswith(ROLLOUT) else first.removeprefix(ROLLOUT)
 
     @property
     def name(self) -> str:

@@ -203,8 +203,10 @@ class Scores(Samples, Judges):
 
     @property
     def rewarding_environment(self) -> EnvironmentConfig | AgentConfig | None:
-        """The same, where it gives rewards: the environment of tools gives none."""
-        return None if self.tools else self.played
+        """The same, where it gives rewards: the environment of tools gives none, nor does a rollout_func beside
+        rewards, which get its fields."""
+        is_for_rewards = self.agent is not None and self.agent.rollout and self.scoring_rewards
+        return None if self.tools or is_for_rewards else self.played
 
     @model_validator(mode="before")
     @classmethod

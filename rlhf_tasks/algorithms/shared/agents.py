@@ -30,6 +30,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.shared.chains import (
 )
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
 from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import (
+    AGENT_COLUMNS,
     AGENT_COUNTS,
     ENVIRONMENT_FAULT,
     ENVIRONMENT_REWARDS,
@@ -196,9 +197,14 @@ class _Episodes:
         self._streamed_s = 0.0  # time.monotonic() when these were told last
         self._stop = order.stop_strings  # of the draw
         self._closes = False  # whether nothing enters any more
+        drawing = Drawing(order.params.temperature, order.params.top_p)
         self._process = AgentProcess(
-            config, config.agent, Drawing(order.params.temperature, order.params.top_p)
+            config, config.agent, drawing, context.run_folder, context.iteration, order.params.max_new_tokens
         )
+
+    @property
+    def _returns_columns(self) -> bool:
+        return self._config.agent is not None and self._config.agent.rollout is not None
 
     @property
     def _running(self) -> int:
@@ -316,7 +322,10 @@ class _Episodes:
         if not fault and not episode.chains:
             fault = "asked the policy for nothing"
         if not fault and ended.reward is None and not is_scored:
-            fault = 'gave no reward: the last line of its output is no {"reward": NUMBER}, and the run has no rewards'
+            lacks = 'the last line of its output is no {"reward": NUMBER}'
+            if self._returns_columns:
+                lacks = "it returned no env_reward"
+            fault = f"gave no reward: {lacks}, and the run has no rewards"
         if fault and self._config.on_reward_error != "skip":
             where = self._context.where(ended.sample)
             raise RewardError(f"{self._named(fault)} It was at sample {ended.sample} ({where}).")
@@ -335,7 +344,7 @@ class _Episodes:
         if episode.ended is not None:  # its body came late
             return
         try:
-            base, ids = self._read(request, episode)
+            base, ids = self._read_tokens(request, episode) if request.ids else self._read(request, episode)
         except (TokenizerError, Refused) as error:
             code = error.code if isinstance(error, Refused) else "invalid_value"
             self._refuse(request, str(error), code)
@@ -391,6 +400,16 @@ class _Episodes:
             return None, encode(request.text, special_tokens=True)
         return None, encode(render(request.messages))
 
+    def _read_tokens(self, request: Asked, episode: _Episode) -> tuple[Chain | None, list[int]]:
+        """The same of a request in tokens, which continues that of which it has all tokens."""
+        ids, size = list(request.ids), self._context.tokenizer.size
+        if (largest := max(ids)) >= size:
+            raise Refused(400, f"prompt: the tokenizer has no token {largest}, only {size}")
+        for chain in sorted(episode.chains.values(), key=lambda chain: (-chain.length, chain.line)):
+            if chain.data["input_ids"].tolist() == ids[: chain.length]:
+                return chain, ids[chain.length :]
+        return None, ids
+
     def _refuse(self, request: Asked, sentence: str, code: str) -> None:
         self._answers.append((request.number, {"refused": sentence, "code": code}))
 
@@ -434,7 +453,7 @@ class _Episodes:
             raw, text = (until(*each, draw.stop) for each in zip((raw, text), before, strict=True))
             tail = whole[len(raw) :]
         tokens = [tokenizer.decode([token], special_tokens=True) for token in ids]
-        return Choice(text, raw, "length" if cut else "stop", tokens, new["old_logprobs"].tolist()), tail
+        return Choice(text, raw, "length" if cut else "stop", tokens, new["old_logprobs"].tolist(), ids), tail
 
     def _answer(self, draw: _Draw, choice: Choice) -> None:
         number, choices = draw.request.number, self._choices[draw.request.number]
@@ -442,9 +461,11 @@ class _Episodes:
         if len(choices) == draw.request.n:
             del self._choices[number]
             in_order = [choice for _, choice in sorted(choices.items())]
-            self._answers.append(
-                (number, {"choices": in_order, "prompt_tokens": len(draw.context["input_ids"])})
-            )
+            read = draw.context["input_ids"]
+            reply = {"choices": in_order, "prompt_tokens": len(read)}
+            if draw.request.wants_ids:
+                reply["prompt_ids"] = read.tolist()
+            self._answers.append((number, reply))
 
     def samples(self) -> SampleBatch:
         """The samples of all episodes, by the keys of `draw`."""
@@ -477,10 +498,13 @@ class _Episodes:
         ]
         of_all = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1)
         data[AGENT_COUNTS] = Packed(of_all, (len(COUNTS),) * len(samples))
+        texts = {AGENT_COLUMNS: [end.columns for end in ends]} if self._returns_columns else {}
         if self._config.on_reward_error == "skip":
-            faults = [end.fault.encode(errors="backslashreplace") for end in ends]
-            text = torch.tensor(list(b"".join(faults)), dtype=torch.uint8, device=device)
-            data[ENVIRONMENT_FAULT] = Packed(text, tuple(map(len, faults)))
+            texts[ENVIRONMENT_FAULT] = [end.fault for end in ends]
+        for key, each in texts.items():
+            encoded = [text.encode(errors="backslashreplace") for text in each]
+            whole = torch.tensor(list(b"".join(encoded)), dtype=torch.uint8, device=device)
+            data[key] = Packed(whole, tuple(map(len, encoded)))
         return SampleBatch(tuple(self._of), data)
 
     def _nothing(self, episode: _Episode) -> Chain:

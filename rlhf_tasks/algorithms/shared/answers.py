@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from prefect_rlhf.rlhf_tasks.algorithms.shared.context import CallContext
-from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import TOOL_CALLS
+from prefect_rlhf.rlhf_tasks.algorithms.shared.graphs import AGENT_COLUMNS, TOOL_CALLS
 from prefect_rlhf.rlhf_tasks.config.models import JUDGE_REPLIES
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -53,7 +53,8 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
 
     Of a response of several turns, rewards get what the policy drew, without the environment's answers. With tools
     they get the last turn, and as columns how often tools were called: `tool_calls`, `malformed_calls`,
-    `failed_calls`. What a judge has replied is the column `judge_replies`.
+    `failed_calls`. What a judge has replied is the column `judge_replies`. The fields of a rollout_func are columns,
+    too, in place of those of the rows with their names.
     """
     responses = [
         ids[mask].tolist()
@@ -76,6 +77,12 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
     if has_tools:
         counts = torch.stack(batch[TOOL_CALLS].split()).T.tolist() if len(batch) else [[]] * len(CALL_COLUMNS)
         columns = {**columns, **dict(zip(CALL_COLUMNS, counts, strict=True))}
+    if AGENT_COLUMNS in batch.data:
+        of_agents = [json.loads(text) for text in batch[AGENT_COLUMNS].texts()]
+        for name in dict.fromkeys(name for fields in of_agents for name in fields):
+            before = columns.get(name, [None] * len(batch))
+            stated = zip(of_agents, before, strict=True)
+            columns = {**columns, name: [fields.get(name, other) for fields, other in stated]}
     return replace(answers, columns=columns)
 
 

@@ -50,6 +50,8 @@ class Chain:
         ends    texts of the tokens that end a turn
         """
         before = self.request.messages
+        if self.request.ids:  # only tokens continue tokens
+            return None
         if before is None or request.messages is None:
             added = self._added(request.text, self.request.text)
             return added if before is request.messages else None

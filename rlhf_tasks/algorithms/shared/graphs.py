@@ -510,6 +510,10 @@ AGENT_COUNTS = "agent_counts"
 """The key of an episode's numbers of requests, of refused ones, of sequences, of drawn tokens that are left out."""
 
 
+AGENT_COLUMNS = "agent_columns"
+"""The key of what a rollout_func has returned for rewards, a JSON object: further columns of the sample's row."""
+
+
 def with_environment(
     calls: Sequence[ModelFunctionCall], skips: bool, counts: Sequence[str] = (), lengths: Sequence[str] = ()
 ) -> list[ModelFunctionCall]:
@@ -518,7 +522,7 @@ def with_environment(
     It also reads `columns`, the rows, and gives ENVIRONMENT_REWARDS, which the call that gives `scores` reads.
     skips    whether samples on which the environment fails are skipped: then it also gives ENVIRONMENT_FAULT, which
              the same call reads
-    counts   further keys that it gives: TOOL_CALLS or AGENT_COUNTS. The same call reads them, and the judge
+    counts   further keys that it gives: TOOL_CALLS, or AGENT_COUNTS and AGENT_COLUMNS. The same call reads them, and the judge
     lengths  LENGTHS, where samples are several sequences: it gives them, and all calls that read samples do so too
 
     Raises ConfigError where the graph draws responses in another call too, or has no scores.

@@ -47,7 +47,7 @@ _READ = {
     "logprobs",
     "stream",
 }
-_READ |= {"stream_options", "temperature", "top_p"}
+_READ |= {"stream_options", "temperature", "top_p", "return_token_ids"}
 _IGNORED = {"model", "user", "metadata", "store", "seed", "service_tier", "prediction", "safety_identifier"}
 _KNOWN = {*_READ, *_IGNORED, *_ONLY, "prompt_cache_key"}
 """Any other field may change what is drawn. The seed is the run's."""
@@ -83,6 +83,8 @@ class Asked(NamedTuple):
     most      tokens of an answer; None: as many as there is room for
     stop      further strings that end an answer
     stream    whether it is told while it is drawn
+    ids       of the tokens that are to be continued, in place of a text
+    wants_ids whether the answer has the ids of its tokens, and of those before it
     """
 
     number: int
@@ -94,6 +96,8 @@ class Asked(NamedTuple):
     most: int | None
     stop: list[str]
     stream: bool = False
+    ids: Sequence[int] = ()
+    wants_ids: bool = False
 
 
 class Choice(NamedTuple):
@@ -104,6 +108,7 @@ class Choice(NamedTuple):
     finish    stop or length
     tokens    texts of all drawn tokens
     logprobs  their log-probabilities
+    ids       of the tokens
     """
 
     text: str
@@ -111,6 +116,7 @@ class Choice(NamedTuple):
     finish: str
     tokens: list[str]
     logprobs: list[float]
+    ids: Sequence[int] = ()
 
 
 class Drawing(NamedTuple):
@@ -153,10 +159,16 @@ def read_request(document: Any, is_chat: bool, drawing: Drawing, raws: Mapping[s
     options = document.get("stream_options")
     if not isinstance(options, dict | None):
         raise Refused(400, f"stream_options={shown(options)}: give an object")
+    if document.get("return_token_ids"):
+        if document.get("stream"):
+            raise Refused(400, "return_token_ids: a stream has no ids of tokens. Leave out one of the two")
+        fields["wants_ids"] = True
     if not is_chat:
         text = document.get("prompt")
+        if isinstance(text, list) and text and all(type(each) is int and each >= 0 for each in text):
+            return fields | {"messages": None, "text": "", "ids": text}
         if not isinstance(text, str) or not text:
-            raise Refused(400, f"prompt={shown(text)}: give one text that is not empty")
+            raise Refused(400, f"prompt={shown(text)}: give one text that is not empty, or ids of tokens")
         return fields | {"messages": None, "text": text}
     tools = document.get("tools") or []
     if not isinstance(tools, list) or not all(_is_tool(each) and _has_schema(each) for each in tools):
@@ -266,13 +278,17 @@ def answer(
     prompt_tokens: int,
     number: int,
     tool_format: str | None,
+    prompt_ids: Sequence[int] = (),
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(the answer to a request as JSON, id of each call of a tool in it -> the raw text of its turn)."""
+    """(the answer to a request as JSON, id of each call of a tool in it -> the raw text of its turn). The ids of
+    tokens have vLLM's names."""
     raws: dict[str, str] = {}
     made = []
     for index, choice in enumerate(choices):
         of_both: dict[str, Any] = {"index": index, "finish_reason": choice.finish}
         of_both["logprobs"] = logprobs_of(request, is_chat, choice.tokens, choice.logprobs)
+        if request.get("return_token_ids"):
+            of_both |= {"token_ids": choice.ids, "prompt_token_ids": prompt_ids}
         if not is_chat:
             made.append({**of_both, "text": choice.text})
             continue

@@ -1,13 +1,17 @@
 """The process beside a head that runs a user's agents, as the head sees it (server.py)."""
 
+import json
 import select
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from prefect_rlhf.rlhf_tasks.config.functions import is_pickled
 from prefect_rlhf.rlhf_tasks.config.responses import AgentConfig
 from prefect_rlhf.rlhf_tasks.config.sampling import Scores
 from prefect_rlhf.rlhf_tasks.data.tokenizer import template_of
+from prefect_rlhf.rlhf_tasks.parallel.layout.weight_files import own_or_base
 from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import BEAT_S, Asked, Drawing, Limits
 from prefect_rlhf.rlhf_tasks.user_code.agents.streams import Piece
 from prefect_rlhf.rlhf_tasks.user_code.process import ENDING_S, Terms, UserProcess
@@ -26,6 +30,7 @@ class Ended(NamedTuple):
     fault     why it has failed, as the rest of a sentence about the agent; "" where it has not
     requests  answers that it has asked for
     refused   requests that were refused
+    columns   of its row for rewards, besides those that it has: a JSON object
     """
 
     sample: int
@@ -33,6 +38,7 @@ class Ended(NamedTuple):
     fault: str
     requests: int
     refused: int
+    columns: str = "{}"
 
 
 def longest_agents_s(config: Scores) -> float:
@@ -43,10 +49,34 @@ def longest_agents_s(config: Scores) -> float:
     return -(-config.batch_size // agent.at_once) * (agent.timeout_s + ENDING_S) + STARTING_S
 
 
+def _rollout(
+    config: Scores, place: str, drawing: Drawing, folder: Path, step: int, longest: int | None
+) -> str:
+    """The settings of `rollouts.play`."""
+    sampling = config.sampling.model_dump(include={"max_completion_length", "top_k"})
+    settings = {
+        "function": str(folder / place) if is_pickled(place) else place,
+        "tokenizer": str(own_or_base(config.models.tokenizer, "tokenizer.json").parent),
+        "sampling": sampling | drawing._asdict() | ({} if longest is None else {"max_completion_length": longest}),
+        "step": step,
+        "is_scored": bool(config.scoring_rewards),
+    }
+    return json.dumps(settings)
+
+
 class AgentProcess:
     """The agents of one generate call on a head, and their server, which is open from the first message on."""
 
-    def __init__(self, config: Scores, agent: AgentConfig, drawing: Drawing) -> None:
+    def __init__(
+        self,
+        config: Scores,
+        agent: AgentConfig,
+        drawing: Drawing,
+        folder: Path = Path(),
+        step: int = 0,
+        longest: int | None = None,
+    ) -> None:
+        """folder: the run's. step: iterations that are finished. longest: tokens of a response"""
         most_bytes = config.reward_memory_bytes
         limits = Limits(agent.at_once, agent.timeout_s, agent.max_requests, most_bytes)
         tool_format = config.tool_format or format_of(template_of(config.models.tokenizer))
@@ -57,6 +87,7 @@ class AgentProcess:
                 who=lambda called: called,
                 begin={
                     "command": agent.words,
+                    "rollout": agent.rollout and _rollout(config, agent.rollout, drawing, folder, step, longest),
                     "limits": limits,
                     "drawing": drawing,
                     "tool_format": tool_format,

@@ -41,6 +41,7 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
     reward_of,
 )
 from prefect_rlhf.rlhf_tasks.user_code.agents.streams import Piece, Stream
+from prefect_rlhf.rlhf_tasks.user_code.agents.forks import Forked, Forks
 from prefect_rlhf.rlhf_tasks.user_code.child import Caller, allow_many_files
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, shortened
 from prefect_rlhf.rlhf_tasks.user_code.process import used_memory
@@ -56,11 +57,13 @@ LEAVE_S = 2.0  # that the output of an agent that has ended may take
 class Agents:
     """The agents of one generate call, and their server.
 
-    begin  `command`: words; `limits`; `drawing`; `tool_format`: of the model's calls of tools, or None
+    begin  `command`: words; `rollout`: settings of what plays in its place (rollouts.py), or None; `limits`;
+           `drawing`; `tool_format`: of the model's calls of tools, or None
     """
 
     def __init__(self, begin: Mapping[str, Any], caller: Caller) -> None:
         self._command: list[str] = begin["command"]
+        self._forks = Forks(begin["rollout"]) if begin.get("rollout") else None
         self._limits, self._drawing = Limits(*begin["limits"]), Drawing(*begin["drawing"])
         self._tool_format: str | None = begin["tool_format"]
         self._queue: deque[_Episode] = deque()
@@ -107,6 +110,7 @@ class Agents:
             Route("/v1/chat/completions", self._chat, methods=methods),
             Route("/v1/completions", self._complete, methods=methods),
             Route("/v1/reward", self._reward, methods=methods),
+            Route("/v1/columns", self._columns, methods=methods),
             Route("/v1/models", self._models),
         ]
         app = Starlette(routes=routes, exception_handlers={Refused: _refusal})
@@ -137,6 +141,7 @@ class Agents:
                 "fault": fault,
                 "requests": episode.requests,
                 "refused": episode.refused,
+                "columns": episode.columns,
             }
         )
         self._start()
@@ -144,14 +149,19 @@ class Agents:
 
     async def _outcome(self, episode: "_Episode") -> tuple[float | None, str]:
         """(the reward of an episode, or None; why it has failed, or "")"""
+        variables = {**direct_to_loopback(os.environ), **self._variables(episode)}
         try:
-            agent = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**users_environment(), **direct_to_loopback(os.environ), **self._variables(episode)},
-                start_new_session=True,
+            agent = await (
+                self._forks.begun(variables, self._limits.timeout_s)
+                if self._forks is not None
+                else asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    env={**users_environment(), **variables},
+                    start_new_session=True,
+                )
             )
         except (OSError, ValueError) as error:
             return None, f"could not be started: {error}"
@@ -175,6 +185,8 @@ class Agents:
             said, complained = (end.result() if end.done() else "" for end in ends)
             for end in ends:
                 end.cancel()
+            if isinstance(agent, Forked):
+                agent.close()
         if fault:
             return None, fault
         if agent.returncode:
@@ -196,7 +208,7 @@ class Agents:
             "AGENT_SEED": str(episode.seed),
         }
 
-    async def _watched(self, agent: asyncio.subprocess.Process, episode: "_Episode") -> str:
+    async def _watched(self, agent: asyncio.subprocess.Process | Forked, episode: "_Episode") -> str:
         """Wait until an agent has ended, or must be: then why."""
         until_s = time.monotonic() + self._limits.timeout_s
         with _at_exit(asyncio.get_running_loop(), agent.pid, episode.over.set):
@@ -263,7 +275,13 @@ class Agents:
                 raise Refused(400, drawn["refused"], drawn["code"])
             choices = [Choice(*each) for each in drawn["choices"]]
             whole, raws = answer(
-                document, is_chat, choices, drawn["prompt_tokens"], number, self._tool_format
+                document,
+                is_chat,
+                choices,
+                drawn["prompt_tokens"],
+                number,
+                self._tool_format,
+                drawn.get("prompt_ids", ()),
             )
             episode.raws |= raws
             return choices, whole
@@ -294,6 +312,11 @@ class Agents:
         episode.reward = reward_of(await _body(request))
         return JSONResponse({})
 
+    async def _columns(self, request: Request) -> Response:
+        episode = self._of(request)
+        episode.columns = json.dumps(await _body(request))
+        return JSONResponse({})
+
     async def _models(self, request: Request) -> Response:
         self._of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "the run"}
@@ -320,6 +343,7 @@ class _Episode:
     bodies    requests that have come
     waiting   numbers of its requests that wait for the policy
     reward    that it has sent
+    columns   that it has sent, as JSON
     raws      as in `read_request`
     fault     why it must end; "" while it need not
     over      whether it must end, or has
@@ -331,6 +355,7 @@ class _Episode:
         self.requests, self.refused, self.bodies, self.fault = 0, 0, 0, ""
         self.waiting: set[int] = set()
         self.reward: float | None = None
+        self.columns = "{}"
         self.raws: dict[str, str] = {}
         self.over = asyncio.Event()
 

@@ -32,8 +32,8 @@ class Environment:
             raise ValueError(f"{name!r} is no environment: name trl:file.py:Class or trl:module:Class.")
         if list(inspect.signature(factory).parameters)[:2] == ["prompts", "trainer"]:
             raise ValueError(
-                f"{name} is a rollout_func: it is given TRL's trainer and draws with its model, neither of which is "
-                "here. Name its environment, trl:file.py:Class, or let it ask the policy as agent.command does."
+                f"{name} is a rollout_func, which draws by itself: an agent. Leave out environment, and write "
+                f"agent: {{command: trl:{name}}}."
             )
         self._made, self._format = factory(), format_named(tool_format)
         methods = [each for each, _ in inspect.getmembers(type(self._made), inspect.isfunction)]
