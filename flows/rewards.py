@@ -162,7 +162,9 @@ def _check_rollout(location: str) -> None:
     taken = [each.arg for each in (*defined[-1].args.posonlyargs, *defined[-1].args.args)]
     needed = len(taken) - len(defined[-1].args.defaults)
     if needed > 2 or (len(taken) < 2 and defined[-1].args.vararg is None):
-        raise ConfigError(f"{what}: it takes ({', '.join(taken)}). Give it the parameters (prompts, trainer).")
+        raise ConfigError(
+            f"{what}: it takes ({', '.join(taken)}). Give it the parameters (prompts, trainer)."
+        )
 
 
 def check_tools(tools: Sequence[ToolConfig], is_here: bool) -> list[str]:

@@ -1,5 +1,4 @@
-"""Functions of TRL's form that play episodes: `rollout_func(prompts, trainer)`. They load no package, so they start at
-once."""
+"""Functions of TRL's form that play episodes, `rollout_func(prompts, trainer)`. They load no package."""
 
 import random
 from collections.abc import Callable

@@ -22,8 +22,8 @@ from pydantic_core import CoreSchema
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig
 from prefect_rlhf.rlhf_tasks.config.cluster import ByHand, ClusterConfig, ManualAssignments
-from prefect_rlhf.rlhf_tasks.config.functions import is_pickled
 from prefect_rlhf.rlhf_tasks.config.files import MOST_PLAN_BYTES, faults_of, parse_yaml, read_yaml
+from prefect_rlhf.rlhf_tasks.config.functions import is_pickled
 from prefect_rlhf.rlhf_tasks.config.hub_names import HubName, hub_data, hub_model, is_address
 from prefect_rlhf.rlhf_tasks.config.responses import ROLLOUT
 from prefect_rlhf.rlhf_tasks.config.row_objects import Rows
@@ -196,7 +196,9 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     if agent is not None and not is_pickled(agent["command"]):
         words = [_CODE.fullmatch(word) or word for word in shlex.split(agent["command"])]
         agent["command"] = shlex.join(
-            word if isinstance(word, str) else f"{word[1] or ''}{absolute(word[2], 'agent.command')}{word[3] or ''}"
+            word
+            if isinstance(word, str)
+            else f"{word[1] or ''}{absolute(word[2], 'agent.command')}{word[3] or ''}"
             for word in words
         )
     return type(config).model_validate(document)

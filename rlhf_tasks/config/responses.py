@@ -59,6 +59,7 @@ def _rollout(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     command.function, command.content = place.function, place.content
     return command
 
+
 MOST_REQUESTS = 4096  # of an agent
 MOST_STOPS = 32  # strings, and ids, that end a response
 MOST_STOP_BYTES = 256  # of all stop strings: the table that finds them has a row for each

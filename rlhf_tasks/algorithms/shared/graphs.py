@@ -522,7 +522,8 @@ def with_environment(
     It also reads `columns`, the rows, and gives ENVIRONMENT_REWARDS, which the call that gives `scores` reads.
     skips    whether samples on which the environment fails are skipped: then it also gives ENVIRONMENT_FAULT, which
              the same call reads
-    counts   further keys that it gives: TOOL_CALLS, or AGENT_COUNTS and AGENT_COLUMNS. The same call reads them, and the judge
+    counts   further keys that it gives: TOOL_CALLS, AGENT_COUNTS, AGENT_COLUMNS. The same call reads them, and the
+             judge
     lengths  LENGTHS, where samples are several sequences: it gives them, and all calls that read samples do so too
 
     Raises ConfigError where the graph draws responses in another call too, or has no scores.

@@ -1,7 +1,7 @@
 """Episodes of a rollout_func as forks of one process, which has loaded the libraries that they need.
 
-TRL takes seconds to import, a fork starts at once. The user's own module is loaded in each fork: no two episodes share
-what it makes when it is imported, such as a connection to an environment.
+TRL takes seconds to import, a fork starts at once. The user's own module is loaded in each fork: no two episodes
+share what it makes when it is imported, such as a connection to an environment.
 """
 
 import ast
@@ -48,7 +48,9 @@ class Forks:
             async with self._lock:
                 await self._open()
                 self._beginning.append(pid)
-                await asyncio.to_thread(socket.send_fds, self._door, [message], [each.fileno() for each in theirs])
+                await asyncio.to_thread(
+                    socket.send_fds, self._door, [message], [each.fileno() for each in theirs]
+                )
             async with asyncio.timeout(timeout_s):
                 number = await pid
         finally:
@@ -61,7 +63,7 @@ class Forks:
             return
         self._is_open = True
         command = python_call(f"{__name__}:{serve.__name__}", self._settings)
-        await asyncio.create_subprocess_exec(*command, stdin=self._theirs, env=users_environment())
+        await asyncio.create_subprocess_exec(*command, stdin=self._theirs.fileno(), env=users_environment())
         self._theirs.close()
         self._door.setblocking(True)
         asyncio.get_running_loop().add_reader(self._door, self._hear)
@@ -167,15 +169,15 @@ def _play(settings: str, streams: list[int], variables: Mapping[str, str]) -> No
 
 
 def _load_libraries(settings: Mapping[str, Any]) -> None:
-    """Load what the module of a rollout_func imports of LIBRARIES, and the tokenizer where it reads it. What fails here
-    fails again in the episodes, which say so."""
+    """Load what the module of a rollout_func imports of LIBRARIES, and the tokenizer where it reads it. What fails
+    here fails again in the episodes, which say so."""
     path = Path(settings["function"].rpartition(":")[0])
     with suppress(Exception):
         source = path.read_bytes()
         if b"processing_class" in source:
             tokenizer_at(settings["tokenizer"])
         for node in _imports(source):
-            exec(compile(ast.Module([node], []), str(path), "exec"), {})  # noqa: S102
+            exec(compile(ast.Module([node], []), str(path), "exec"), {})
 
 
 def _imports(source: bytes) -> Iterator[ast.stmt]:

@@ -57,7 +57,9 @@ def _rollout(
     settings = {
         "function": str(folder / place) if is_pickled(place) else place,
         "tokenizer": str(own_or_base(config.models.tokenizer, "tokenizer.json").parent),
-        "sampling": sampling | drawing._asdict() | ({} if longest is None else {"max_completion_length": longest}),
+        "sampling": sampling
+        | drawing._asdict()
+        | ({} if longest is None else {"max_completion_length": longest}),
         "step": step,
         "is_scored": bool(config.scoring_rewards),
     }
@@ -87,7 +89,8 @@ class AgentProcess:
                 who=lambda called: called,
                 begin={
                     "command": agent.words,
-                    "rollout": agent.rollout and _rollout(config, agent.rollout, drawing, folder, step, longest),
+                    "rollout": agent.rollout
+                    and _rollout(config, agent.rollout, drawing, folder, step, longest),
                     "limits": limits,
                     "drawing": drawing,
                     "tool_format": tool_format,

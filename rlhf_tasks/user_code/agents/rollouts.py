@@ -2,8 +2,8 @@
 
 As in TRL it is called with prompts and a trainer, and returns `prompt_ids`, `completion_ids`, `logprobs` and further
 fields, which rewards get. Here it is called for each response alone, with a list of one prompt. The trainer is a
-stand-in that asks the endpoint, under the names by which TRL's own trainer asks vLLM. What the endpoint has recorded is
-the sample; what is returned must agree with it.
+stand-in that asks the endpoint, under the names by which TRL's own trainer asks vLLM. What the endpoint has recorded
+is the sample; what is returned must agree with it.
 """
 
 import json
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -56,7 +57,11 @@ def function_at(location: str) -> Callable[..., Any]:
     """The function at `file.py:name`, `module:name` or `FILE.pickle:name`."""
     place, _, name = location.rpartition(":")
     try:
-        function = unpickled(place) if is_pickled(location) else getattr(module_at(place, "agents"), name, None)
+        function = (
+            unpickled(Path(place))
+            if is_pickled(location)
+            else getattr(module_at(place, "agents"), name, None)
+        )
     except RewardError as error:
         sys.exit(str(error))
     if not callable(function):
@@ -111,9 +116,9 @@ def _refuse_other(learned: Sequence[int], drawn: Sequence[int]) -> None:
         same = (place for place, both in enumerate(zip(learned, drawn, strict=False)) if both[0] != both[1])
         place = next(same, min(len(learned), len(drawn)))
         raise ValueError(
-            f"returned {len(learned)} completion_ids whose env_mask is 1, and the policy drew {len(drawn)} tokens for "
-            f"it; they differ from number {place + 1} on. Return all that it drew, in this order, and give what it "
-            "did not draw a 0 in env_mask."
+            f"returned {len(learned)} completion_ids whose env_mask is 1, and the policy drew {len(drawn)} tokens; "
+            f"they differ from number {place + 1} on. Return all that it drew, in this order, and give what it did "
+            "not draw a 0 in env_mask."
         )
 
 
@@ -212,8 +217,8 @@ class Generation(Part):
 
 
 class Client(Part):
-    """`trainer.vllm_generation.vllm_client`. What is stated of sampling must be as the run draws: the endpoint refuses
-    any other.
+    """`trainer.vllm_generation.vllm_client`. What is stated of sampling must be as the run draws: the endpoint
+    refuses any other.
 
     longest  tokens of a response
     drawn    tokens of each answer, in the order in which they were asked for
@@ -224,14 +229,14 @@ class Client(Part):
     def __init__(self, sampling: Mapping[str, Any]) -> None:
         self.longest: int = sampling["max_completion_length"]
         self.drawn: list[list[int]] = []
-        self._own = {"top_k": sampling["top_k"] or -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        self._as_run = {"top_k": sampling["top_k"] or -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
     def generate(
         self, prompts: Sequence[Any], n: int = 1, max_tokens: int = 16, **stated: Any
     ) -> dict[str, Any]:
         """`n` answers to each prompt, a text or ids of tokens."""
         bodies = [{"prompt": plain(prompt)} for prompt in prompts]
-        choices = [each["choices"] for each in self._asked("/completions", bodies, n, max_tokens, stated)]
+        choices = [each["choices"] for each in self._answers("/completions", bodies, n, max_tokens, stated)]
         values = [[one["logprobs"]["token_logprobs"] for one in each] for each in choices]
         return _output([each[0]["prompt_token_ids"] for each in choices], choices, values)
 
@@ -250,26 +255,30 @@ class Client(Part):
             from transformers.utils.chat_template_utils import get_json_schema
 
             stated["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
-        choices = [each["choices"] for each in self._asked("/chat/completions", bodies, n, max_tokens, stated)]
+        choices = [
+            each["choices"] for each in self._answers("/chat/completions", bodies, n, max_tokens, stated)
+        ]
         values = [
             [[token["logprob"] for token in one["logprobs"]["content"]] for one in each] for each in choices
         ]
         return _output([each[0]["prompt_token_ids"] for each in choices], choices, values)
 
-    def _asked(
+    def _answers(
         self, path: str, bodies: Sequence[Mapping[str, Any]], n: int, most: int, stated: dict[str, Any]
     ) -> list[dict[str, Any]]:
         stated |= stated.pop("generation_kwargs", None) or {}
         if stated.pop("logprobs", None):
-            raise ValueError("logprobs: only those of the tokens that were drawn are known here. Leave it out.")
+            raise ValueError(
+                "logprobs: only those of the tokens that were drawn are known here. Leave it out."
+            )
         if stated.get("top_k") == 0:  # all, as -1
             stated["top_k"] = -1
         n, most = stated.pop("n", n), stated.pop("max_tokens", most)
-        own = (None, {}, [])
+        unset = (None, {}, [])
         others = {
             name: value
             for name, value in stated.items()
-            if value not in own and self._own.get(name, None) != value
+            if value not in unset and self._as_run.get(name) != value
         }
         every = [{**body, **others, "n": n, "logprobs": True, "return_token_ids": True} for body in bodies]
         with ThreadPoolExecutor(min(len(every), AT_ONCE) or 1) as threads:
@@ -278,8 +287,8 @@ class Client(Part):
         return answers
 
     def _answered(self, path: str, most: int, body: Mapping[str, Any]) -> Any:
-        """An answer of so many tokens, or of as many as there is room for, as vLLM gives it; of none where there is no
-        room: the episode is cut, as TRL cuts one of tools."""
+        """An answer of so many tokens, or of as many as there is room for, as vLLM gives it; of none where there is
+        no room: the episode is cut, as TRL cuts one of tools."""
         for limit in [{"max_tokens": most}, {}] if most < self.longest else [{}]:
             try:
                 return post(path, {**body, **limit})

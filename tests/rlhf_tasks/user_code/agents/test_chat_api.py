@@ -134,10 +134,25 @@ def test_what_would_change_what_is_drawn_is_refused(fields, sentence):
     assert caught.value.body["error"]["message"] == sentence
 
 
-@pytest.mark.parametrize("document", [[], {"prompt": ["a", "b"]}, {"prompt": [1, 2]}, {"prompt": ""}])
+@pytest.mark.parametrize(
+    "document", [[], {"prompt": ["a", "b"]}, {"prompt": [1, -2]}, {"prompt": [1, True]}, {"prompt": ""}]
+)
 def test_a_text_is_one_that_is_not_empty(document):
     with pytest.raises(Refused):
         read_request(document, is_chat=False, drawing=DRAWING, raws={})
+
+
+def test_a_text_may_be_given_as_tokens_and_an_answer_has_tokens_where_they_are_asked_for():
+    asked = {"prompt": [1, 2], "return_token_ids": True}
+    fields = read_request(asked, is_chat=False, drawing=DRAWING, raws={})
+    assert (fields["ids"], fields["text"], fields["wants_ids"]) == ([1, 2], "", True)
+    choice = said("ok")._replace(ids=[3, 4])
+    for request, is_chat in ((asked, False), ({"return_token_ids": True}, True)):
+        (made,) = answer(request, is_chat, [choice], 2, 3, None, [1, 2])[0]["choices"]
+        assert (made["prompt_token_ids"], made["token_ids"]) == ([1, 2], [3, 4])
+    assert "token_ids" not in answer({}, False, [choice], 2, 3, None)[0]["choices"][0]
+    with pytest.raises(Refused, match=r"return_token_ids: a stream has no ids of tokens"):
+        read_request({**asked, "stream": True}, is_chat=False, drawing=DRAWING, raws={})
 
 
 def test_an_answer_has_the_texts_the_log_probabilities_and_the_number_of_tokens():

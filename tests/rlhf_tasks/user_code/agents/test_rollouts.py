@@ -177,8 +177,8 @@ def test_trl_calls_it_and_is_asked_by_these_names():
         "from trl.trainer.grpo_trainer import GRPOTrainer\n"
         "from trl.generation.vllm_generation import VLLMGeneration\n"
         "from trl.generation.vllm_client import VLLMClient\n"
-        "names = [list(inspect.signature(each).parameters) for each in (VLLMGeneration.generate, VLLMClient.generate, "
-        "VLLMClient.chat)]\n"
+        "asked = VLLMGeneration.generate, VLLMClient.generate, VLLMClient.chat\n"
+        "names = [list(inspect.signature(each).parameters) for each in asked]\n"
         "print(json.dumps([names, inspect.getsource(GRPOTrainer)]))\n"
     )
     package = folder_of("trl==1.16.0", ("trl==1.16.0",))
