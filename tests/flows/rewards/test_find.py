@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from prefect_rlhf.flows.rewards import check_agent, check_environment, check_rewards, literal_secrets
-from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import ConfigError, make_config, resolve_paths
 from prefect_rlhf.rlhf_tasks.config.responses import AgentConfig, EnvironmentConfig, RewardConfig
 from tests.flows.checked_files import refused
 
@@ -243,3 +243,32 @@ def test_a_file_that_the_agents_python_runs_is_there(command):
 )
 def test_other_words_of_an_agents_command_may_name_files_that_it_writes(command):
     check_agent(AgentConfig(command=command))
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("def other(): ...", r"rollout.py has no 'rollout'. Name a function: trl:file.py:function."),
+        ("def rollout(prompts): ...", r"it takes \(prompts\). Give it the parameters \(prompts, trainer\)."),
+        ("def rollout(prompts, trainer, game): ...", r"it takes \(prompts, trainer, game\)."),
+        ("def rollout(prompts, trainer, game=None): ...", ""),
+        ("from theirs import rollout", ""),
+    ],
+)
+def test_a_rollout_func_is_looked_up_in_its_source(tmp_path, code, sentence):
+    (tmp_path / "rollout.py").write_text(code)
+    config = make_config({**ROLLOUT, "agent": {"command": "trl:rollout.py:rollout"}})
+    agent = resolve_paths(config, tmp_path).agent
+    if not sentence:
+        check_agent(agent)
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        check_agent(agent)
+
+
+def test_what_a_rollout_func_returns_for_rewards_is_not_known_before(tmp_path):
+    (tmp_path / "rewards.py").write_text("def env(completions, env_reward): ...")
+    reward = RewardConfig(function=f"{tmp_path}/rewards.py:env")
+    check_rewards([reward], [], is_here=True, agent=AgentConfig(command="trl:rollout.py:rollout"))
+    with pytest.raises(ConfigError, match="its parameter 'env_reward' is neither a column"):
+        check_rewards([reward], [], is_here=True, agent=AgentConfig(command="python agent.py"))

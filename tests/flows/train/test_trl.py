@@ -7,6 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from prefect_rlhf import ConfigError, DPOTrainer, GRPOTrainer, SFTTrainer, TrainingArguments
+from prefect_rlhf.flows.run.run_folder import CONFIG, keep_config
+from prefect_rlhf.rlhf_tasks.algorithms.configurations import load_config, resolve_paths
+from prefect_rlhf.rlhf_tasks.user_code.agents.rollouts import function_at
+from tests import tiny_rollout
 from tests.flows.train.scripts import environment, files_in, run_script
 from tests.tiny_reward import length_reward
 
@@ -134,6 +138,21 @@ def test_a_setting_of_peft_that_adapters_here_have_not_is_refused_by_its_name():
         )
 
 
+def test_a_rollout_func_is_an_agent_wherever_it_is_defined(tmp_path):
+    config = GRPOTrainer("m", length_reward, train_dataset=ROWS, rollout_func=tiny_rollout.plays).config
+    assert config.agent.rollout == f"{tiny_rollout.__file__}:plays"
+
+    def plays(prompts, trainer):
+        return tiny_rollout.plays(prompts, trainer)
+
+    config = GRPOTrainer("m", length_reward, train_dataset=ROWS, rollout_func=plays).config
+    config = resolve_paths(config, tmp_path)
+    keep_config(tmp_path, config)
+    kept = load_config(tmp_path / CONFIG).agent.rollout
+    assert kept.startswith("functions/")
+    assert function_at(f"{tmp_path}/{kept}").__name__ == "plays"
+
+
 EXAMPLES = """
 import json
 from prefect_rlhf import DPOTrainer, GRPOTrainer, SFTTrainer, TrainingArguments
@@ -176,3 +195,37 @@ def test_trls_three_quick_starts_run(prefect, tmp_path):
     assert json.loads(ended.stdout.splitlines()[-1]) == [1, 1, 1]
     assert (tmp_path / "saved" / "model.safetensors").exists()
     assert (tmp_path / "tiny-SFT" / "metrics.jsonl").exists()
+
+
+PLAYS = """
+import json
+from prefect_rlhf import GRPOTrainer, TrainingArguments
+
+def rollout(prompts, trainer):
+    client, (text,), ids, rewards = trainer.vllm_generation.vllm_client, prompts, [], []
+    for _ in range(2):
+        drawn = client.generate([text], max_tokens=4)
+        ids += drawn["completion_ids"][0]
+        text += trainer.processing_class.decode(ids[-4:]) + "!"
+    logprobs = [0.0] * len(ids)
+    return {"prompt_ids": drawn["prompt_ids"], "completion_ids": [ids], "logprobs": [logprobs], "turns": [2]}
+
+def turns_reward(completions, turns, **kwargs):
+    return [float(each) for each in turns]
+
+if __name__ == "__main__":
+    prompts = [{"prompt": f"{i} and "} for i in range(16)]
+    arguments = TrainingArguments(output_dir="mine", max_completion_length=16, num_generations=4, max_steps=1)
+    grpo = GRPOTrainer("actor", turns_reward, args=arguments, train_dataset=prompts, rollout_func=rollout)
+    (row,) = grpo.train().metrics
+    print(json.dumps([row["rewards/turns_reward/mean"], row["agent/requests"]]))
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_script_with_a_rollout_func_runs(prefect, tmp_path):
+    ended = run_script(files_in(tmp_path), PLAYS, environment(prefect))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == [2.0, 2.0]

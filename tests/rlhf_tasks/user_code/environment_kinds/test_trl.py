@@ -78,11 +78,11 @@ def test_rows_have_what_reset_returns_and_the_tools(table, vault, rows):
     assert episodes[0] == episodes[2] != episodes[1], "the number is drawn from the row's start"
 
 
-def test_what_reset_adds_must_stand_in_the_prompt_and_a_rollout_func_is_refused(table, vault):
+def test_what_reset_adds_must_stand_in_the_prompt_and_a_rollout_func_is_an_agent(table, vault):
     with pytest.raises(RewardError, match=r"with which the row's prompt does not end"):
         table(vault.replace("Vault", "Added")).play({"prompt": "?"}, "!")
     with pytest.raises(
-        RewardError, match=r"is a rollout_func: it is given TRL's trainer .* as agent\.command does"
+        RewardError, match=r"is a rollout_func, .* write agent: \{command: trl:.*/vault\.py:rollout\}\."
     ):
         table(vault.replace("Vault", "rollout")).play({"prompt": "?"}, "!")
 
