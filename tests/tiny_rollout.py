@@ -1,6 +1,8 @@
 """Functions of TRL's form that play episodes, `rollout_func(prompts, trainer)`. They load no package."""
 
+import os
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +64,17 @@ words = _changed(lambda returned: {**returned, "env_reward": ["much"]})
 def raises(prompts: list[str], trainer: Any) -> Any:
     trainer.vllm_generation.generate([[5, 6]], None, 1)
     raise KeyError("no such door")
+
+
+def kills(prompts: list[str], trainer: Any) -> Any:
+    """Ends the process that has forked it."""
+    os.kill(os.getppid(), 9)
+    return plays(prompts, trainer)
+
+
+def sleeps(prompts: list[str], trainer: Any) -> Any:
+    plays(prompts, trainer)
+    time.sleep(600)
 
 
 def reaches(prompts: list[str], trainer: Any) -> Any:

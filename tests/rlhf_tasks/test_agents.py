@@ -365,6 +365,10 @@ def test_a_text_continues_an_empty_answer_by_what_has_ended_it(text, rest):
     assert chain(asked_for(text="Ask: "), said="").rest(asked_for(text=text), str) == rest
 
 
+def test_only_tokens_continue_tokens():
+    assert chain(asked_for()._replace(ids=[1])).rest(asked_for(text="yes, and"), str) is None
+
+
 USER, MORE = {"role": "user", "content": "Ask"}, {"role": "user", "content": "Next"}
 YES = {"role": "assistant", "content": "yes"}
 

@@ -6,6 +6,7 @@ share what it makes when it is imported, such as a connection to an environment.
 
 import ast
 import asyncio
+import gc
 import json
 import os
 import select
@@ -114,6 +115,7 @@ def serve(settings: str) -> None:
     status. With a message come the descriptors of its streams."""
     door = socket.socket(fileno=os.dup(0))
     _load_libraries(json.loads(settings))
+    gc.freeze()  # what no collection touches, forks share
     running, poll = dict[int, int](), select.poll()  # by descriptors of processes
     poll.register(door, select.POLLIN)
     while True:
@@ -124,7 +126,10 @@ def serve(settings: str) -> None:
                 os.close(ready)
                 _say(door, pid=pid, status=os.waitstatus_to_exitcode(status))
                 continue
-            message, streams, _, _ = socket.recv_fds(door, MOST_BYTES, len(STREAMS))
+            try:
+                message, streams, _, _ = socket.recv_fds(door, MOST_BYTES, len(STREAMS))
+            except ConnectionError:  # it was closed with something unread
+                return
             if not message:
                 return
             sys.stdout.flush()

@@ -52,6 +52,7 @@ MOST_BODY_BYTES = 2 << 20  # so many have half a million tokens
 MOST_LINE_BYTES = 1 << 16  # of an agent's output this much is remembered, from its end
 LOOK_EVERY_S = 0.5
 LEAVE_S = 2.0  # that the output of an agent that has ended may take
+STATUS_S = 60.0  # that its status may take, on a machine that is busy
 
 
 class Agents:
@@ -177,7 +178,7 @@ class Agents:
             fault = await self._watched(agent, episode)
         finally:
             _kill(agent.pid, episode.key)
-            async with asyncio.timeout(LEAVE_S):
+            async with asyncio.timeout(STATUS_S):
                 while agent.returncode is None:  # `wait` would also wait for all that hold its output open
                     await asyncio.sleep(0.005)
             writes.cancel()

@@ -115,6 +115,8 @@ FAULTS = {
     "unrewarded": "it gave no reward: it returned no env_reward, and the run has no rewards.",
     "words": "it gave no reward: the reward 'much' is no finite number.",
     "raises": "it exited with status 1: KeyError: 'no such door'.",
+    "kills": "it was ended by signal 9.",
+    "sleeps": "it did not end in 8 s, which agent.timeout_s sets.",
     "reaches": "AttributeError: trainer.model is not here: the model and its optimizer are on the ranks of the run. "
     "Draw by trainer.vllm_generation.generate; trainer has accelerator, args, ",
     "greedy": "temperature=0.0: this run draws with temperature=1, so that it can learn from it.",
@@ -127,7 +129,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_trl_would_not_take_or_a_run_cannot_give_is_one_sentence(run, name):
     with pytest.raises(RewardError) as raised:
-        drawn(run(name), range(1))
+        drawn(
+            run(name, agent={**rollout(name)["agent"], "timeout_s": 8 if name == "sleeps" else 600}), range(1)
+        )
     said = str(raised.value)
     assert said.startswith(f"agent trl:{FILE}:{name}: it ")
     assert FAULTS[name] in said
