@@ -140,7 +140,7 @@ def test_a_setting_of_peft_that_adapters_here_have_not_is_refused_by_its_name():
 
 def test_a_rollout_func_is_an_agent_wherever_it_is_defined(tmp_path):
     config = GRPOTrainer("m", length_reward, train_dataset=ROWS, rollout_func=tiny_rollout.plays).config
-    assert config.agent.rollout == f"{tiny_rollout.__file__}:plays"
+    assert config.agent.rollout == "tests.tiny_rollout:plays"
 
     def plays(prompts, trainer):
         return tiny_rollout.plays(prompts, trainer)
