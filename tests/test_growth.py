@@ -21,8 +21,8 @@ NODE = re.compile(
 )
 
 TABLE = {
-    "files": 374,
-    "hundreds of lines": 811,
+    "files": 376,
+    "hundreds of lines": 818,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 160,

@@ -40,8 +40,8 @@ from prefect_rlhf.rlhf_tasks.user_code.agents.chat_api import (
     read_request,
     reward_of,
 )
-from prefect_rlhf.rlhf_tasks.user_code.agents.streams import Piece, Stream
 from prefect_rlhf.rlhf_tasks.user_code.agents.forks import Forked, Forks
+from prefect_rlhf.rlhf_tasks.user_code.agents.streams import Piece, Stream
 from prefect_rlhf.rlhf_tasks.user_code.child import Caller, allow_many_files
 from prefect_rlhf.rlhf_tasks.user_code.errors import MOST_MESSAGE, shortened
 from prefect_rlhf.rlhf_tasks.user_code.process import used_memory
