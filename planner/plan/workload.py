@@ -102,9 +102,10 @@ class OtherEngine(Frozen):
     kv_bytes: int | None = Field(default=None, gt=0)
 
     def divides(self, shape: ModelShape, ranks: int) -> bool:
-        """Whether it can divide the heads of a model over the ranks of a replica."""
-        heads, of_keys = shape.query_heads, shape.kv_heads
-        evenly = heads % ranks == 0 and max(of_keys, ranks) % min(of_keys, ranks) == 0
+        """Whether it can divide the heads and the columns of a model over the ranks of a replica."""
+        of_keys = shape.kv_heads
+        cut = (shape.query_heads, shape.intermediate, shape.shared_columns, shape.dense_columns)
+        evenly = max(of_keys, ranks) % min(of_keys, ranks) == 0 and not any(each % ranks for each in cut)
         return self.kv_bytes is None or evenly
 
     def draws_on(self, placement: Placement, devices_per_host: int) -> bool:

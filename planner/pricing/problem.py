@@ -107,7 +107,8 @@ class Problem:
                 raise ProblemError(
                     f"Call {name!r}: vLLM divides the model over the tp x pp = {s.tp * s.pp} devices of a replica, "
                     f"which must be of one host of {self.cluster.devices_per_host}, and it has {shape.query_heads} "
-                    f"heads and {shape.kv_heads} of keys and values. Choose a plan with a larger dp."
+                    f"heads, {shape.kv_heads} of keys and values, and {shape.intermediate} columns. Choose a plan "
+                    "with a larger dp."
                 )
 
     @property

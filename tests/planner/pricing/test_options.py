@@ -75,23 +75,28 @@ def test_a_generation_by_vllm_has_what_it_can_divide_on_a_host(make_graph, ppo_c
 
 
 @pytest.mark.parametrize(
-    ("strategy", "heads"),
+    ("strategy", "heads", "columns"),
     [
-        (ParallelStrategy(tp=4), (6, 2)),
-        (ParallelStrategy(tp=4), (9, 3)),
-        (ParallelStrategy(tp=2, pp=2), (12, 3)),
-        (ParallelStrategy(dp=4, pp=2), (8, 8)),
+        (ParallelStrategy(tp=4), (6, 2), 96),
+        (ParallelStrategy(tp=4), (9, 3), 96),
+        (ParallelStrategy(tp=2, pp=2), (12, 3), 96),
+        (ParallelStrategy(tp=2, pp=2), (8, 8), 90),
+        (ParallelStrategy(dp=4, pp=2), (8, 8), 96),
     ],
     ids=str,
 )
-def test_a_plan_by_hand_that_vllm_cannot_divide_is_refused(make_graph, ppo_cost, llama, strategy, heads):
-    shape, graph = llama(num_attention_heads=heads[0], num_key_value_heads=heads[1]), make_graph(n_seqs=64)
+def test_a_plan_by_hand_that_vllm_cannot_divide_is_refused(
+    make_graph, ppo_cost, llama, strategy, heads, columns
+):
+    of_heads = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    shape, graph = llama(intermediate_size=columns, **of_heads), make_graph(n_seqs=64)
     cost = ppo_cost(Cluster(2, 4), shape=shape, other=OtherEngine(copies=2, kv_bytes=10**9))
     given = CallAssignment(placement=Placement(tuple(range(strategy.size)), strategy))
     plan = build_plan(graph, {call.name: given for call in graph.calls}, Cluster(2, 4))
     said = (
         rf"Call 'actor_generate': vLLM divides the model over the tp x pp = {strategy.tp * strategy.pp} devices of a "
-        rf"replica, which must be of one host of 4, and it has {heads[0]} heads and {heads[1]} of keys and values\."
+        rf"replica, which must be of one host of 4, and it has {heads[0]} heads, {heads[1]} of keys and "
+        rf"values, and {columns} columns\."
     )
     with pytest.raises(ProblemError, match=said):
         Problem(graph, cost).refuse(plan)
