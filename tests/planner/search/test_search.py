@@ -129,7 +129,7 @@ def test_what_is_done_before_the_clock_starts_prices_nothing(problem, monkeypatc
         return state, n_priced
 
     monkeypatch.setattr(search, "descend", counted)
-    find_plan(problem, "search", 2.0)
+    find_plan(problem, "search", TO_THE_END_S)
     assert priced[0] == 0
 
 
