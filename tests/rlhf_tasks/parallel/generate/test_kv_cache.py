@@ -266,7 +266,10 @@ class Captures:
         self._last: list[weakref.ref] = []
 
     @contextmanager
-    def __call__(self, graph: GraphOnCPU, pool: Any = None) -> Iterator[None]:
+    def __call__(
+        self, graph: GraphOnCPU, pool: Any = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "a commit's thread reads from the device meanwhile"
         assert pool is None, "torch's allocator refuses the pool of a graph that is gone"
         assert not any(last() for last in self._last), "the memory of the graph before is still held"
         with Recording() as recording:
