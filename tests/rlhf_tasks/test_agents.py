@@ -26,6 +26,7 @@ from tests.rlhf_tasks.test_environments import (
     KEYS,
     SAMPLING,
     drawn,
+    folder,
     grpo_config,
     lines,
     refuse_other_gradient,
@@ -35,6 +36,8 @@ from tests.rlhf_tasks.test_layout_invariance import PLANS, differences, other_pl
 from tests.rlhf_tasks.test_tools import config_of, written
 from tests.rlhf_tasks.user_code.tools.templates import TEMPLATES
 from tests.tiny_runs import ppo_config
+
+__all__ = ["folder"]  # a fixture
 
 pytestmark = pytest.mark.dist
 
@@ -47,14 +50,6 @@ def agent(name, **settings):
     return {"environment": None, "agent": {"command": f"{sys.executable} {FILE} {name}", **settings}}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with a model and prompts."""
-    folder = tmp_path_factory.mktemp("agents")
-    grpo_config(folder)
-    return folder
-
-
 @pytest.fixture
 def run(folder, tmp_path):
     """Begin a run of GRPO on this process, by an agent's name; make: the configuration"""
@@ -63,7 +58,7 @@ def run(folder, tmp_path):
         return make(folder, **{**agent(name, **dict(limits)), **changes})
 
     with runs_of_one(config, folder, tmp_path) as begin:
-        yield lambda name, **changes: begin(name=name, **changes)
+        yield begin
 
 
 def counts(batch):

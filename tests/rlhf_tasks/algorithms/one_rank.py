@@ -201,12 +201,12 @@ class OneRank:
 def runs_of_one(
     config_of: Callable[..., RunConfig], folder: Path, run_folder: Path
 ) -> Iterator[Callable[..., OneRank]]:
-    """Begins runs on this process, of configurations `config_of(folder, **changes)`. They end with the block."""
+    """Begins runs on this process, each of `config_of(folder, ...)` as asked. They end with the block."""
     torch.set_num_threads(1)
     begun: list[OneRank] = []
 
-    def begin(**changes: Any) -> OneRank:
-        begun.append(OneRank(config_of(folder, **changes), run_folder))
+    def begin(*given: Any, **changes: Any) -> OneRank:
+        begun.append(OneRank(config_of(folder, *given, **changes), run_folder))
         return begun[-1]
 
     with world_of_one():

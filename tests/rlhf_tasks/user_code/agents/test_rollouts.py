@@ -19,11 +19,14 @@ from tests.rlhf_tasks.test_agents import counts
 from tests.rlhf_tasks.test_environments import (
     SAMPLING,
     drawn,
+    folder,
     grpo_config,
     lines,
     refuse_other_gradient,
     responses,
 )
+
+__all__ = ["folder"]  # a fixture
 
 pytestmark = pytest.mark.dist
 
@@ -34,14 +37,6 @@ def rollout(name):
     return {"environment": None, "agent": {"command": f"trl:{FILE}:{name}"}}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with a model and prompts."""
-    folder = tmp_path_factory.mktemp("rollouts")
-    grpo_config(folder)
-    return folder
-
-
 @pytest.fixture
 def run(folder, tmp_path):
     """Begin a run of GRPO on this process, by the name of a rollout_func."""
@@ -50,7 +45,7 @@ def run(folder, tmp_path):
         return grpo_config(folder, **{**rollout(name), **changes})
 
     with runs_of_one(config, folder, tmp_path) as begin:
-        yield lambda name, **changes: begin(name=name, **changes)
+        yield begin
 
 
 def test_what_the_environment_says_is_context_and_a_request_in_tokens_continues_in_the_same_tokens(run):
