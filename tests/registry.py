@@ -27,18 +27,19 @@ def folder_of(wanted: str, needs: Sequence[str] = ()) -> Path:
     needs   what it needs beside what is installed here, in the versions that fit; without them it is only read
     """
     CACHE.mkdir(exist_ok=True)
-    target = CACHE / wanted
-    with FileLock(CACHE / f"{wanted}.lock", timeout=2 * INSTALL_S):
+    name = f"{wanted}, runs" if needs else wanted  # a folder that was only to be read lacks what it needs
+    target = CACHE / name
+    with FileLock(CACHE / f"{name}.lock", timeout=2 * INSTALL_S):
         if target.exists():
             return target
         exact = {wanted}
         if needs:
-            fixed = CACHE / f"{wanted}.constraints"
+            fixed = CACHE / f"{name}.constraints"
             fixed.write_text("".join(f"{each.name}=={each.version}\n" for each in distributions()))
             found = pip("--dry-run", "--report", "-", "-c", str(fixed), *needs)
             new = [each["metadata"] for each in json.loads(found)["install"]]
             exact |= {f"{each['name']}=={each['version']}" for each in new}
-        begun = CACHE / f"{wanted}.begun"
+        begun = CACHE / f"{name}.begun"
         shutil.rmtree(begun, ignore_errors=True)
         pip("--no-deps", "--target", str(begun), *exact)
         begun.rename(target)
