@@ -1,10 +1,10 @@
-"""Games of OpenEnv and of verifiers are learned: a tiny model guesses a number from 1 to 3, with a hint between.
+"""Games of OpenEnv, verifiers and a `rollout_func` are learned: a model guesses 1, 2 or 3, with a hint between.
 
-    python -m bench.environments_learn [--kinds openenv verifiers] [--seeds 0 1 2] [--iterations 100]
+    python -m bench.environments_learn [--kinds openenv verifiers trl] [--seeds 0 1 2] [--iterations 100]
                                        [--folder runs/environments-learn] [--json FILE]
 
-The packages must be importable (`pip install openenv`, or a folder of theirs in PYTHONPATH). OpenEnv's game is a
-server on loopback, verifiers' plays in the processes of environments; both are those of
+The packages must be importable (`pip install openenv`, or a folder of theirs in PYTHONPATH; TRL up to 1.8). OpenEnv's
+game is a server on loopback, verifiers' plays in the processes of environments, TRL's in those of agents; they are in
 tests/rlhf_tasks/user_code/environment_kinds. The model has 100,000 random weights (deployments/examples/guessing.py).
 Each run is `prefect-rlhf run grpo` on one rank: 256 games an iteration, 32 of a row.
 
@@ -28,6 +28,7 @@ import yaml
 from bench.engines_learn import rows_of
 from bench.harness import command, options, write
 from prefect_rlhf.deployments.examples.guessing import write_model
+from prefect_rlhf.flows.demo import write_jsonl
 
 GAMES = Path(__file__).parents[1] / "tests/rlhf_tasks/user_code/environment_kinds"
 TEMPLATE = (
@@ -37,10 +38,14 @@ BATCH, START_S = 256, 120.0
 
 
 @contextmanager
-def played(kind: str, folder: Path) -> Iterator[str]:
-    """The factory of a kind's game, which can be played meanwhile."""
+def played(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """What a configuration says to play a kind's game, which can be played meanwhile."""
+    if kind == "trl":
+        file = GAMES / "guessing_rollout.py"
+        yield {"agent": {"command": f"trl:{file}:plays"}, "rewards": [{"function": f"{file}:won"}]}
+        return
     if kind == "verifiers":
-        yield f"verifiers:{GAMES}/guessing_tasks.py:Guessing"
+        yield _environment(f"verifiers:{GAMES}/guessing_tasks.py:Guessing")
         return
     port = folder / "port"
     port.unlink(missing_ok=True)
@@ -49,9 +54,13 @@ def played(kind: str, folder: Path) -> Iterator[str]:
             until_s = time.monotonic() + START_S
             while not port.exists() and server.poll() is None and time.monotonic() < until_s:
                 time.sleep(0.05)
-            yield f"openenv:http://127.0.0.1:{port.read_text()}"
+            yield _environment(f"openenv:http://127.0.0.1:{port.read_text()}")
         finally:
             server.kill()
+
+
+def _environment(factory: str) -> dict[str, Any]:
+    return {"environment": {"factory": factory, "max_turns": 2, "max_turn_tokens": 1}}
 
 
 def model_of(folder: Path, seed: int) -> Path:
@@ -65,16 +74,16 @@ def model_of(folder: Path, seed: int) -> Path:
 
 
 def document(
-    folder: Path, name: str, factory: str, model: Path, seed: int, iterations: int
+    folder: Path, name: str, game: dict[str, Any], model: Path, seed: int, iterations: int
 ) -> dict[str, Any]:
     return {
+        **game,
         "type": "grpo",
         "name": name,
         "seed": seed,
         "models": {"actor": str(model)},
         "data": {"train": str(folder / f"{name}.jsonl"), "max_prompt_tokens": 16},
         "sampling": {"max_completion_length": 16},
-        "environment": {"factory": factory, "max_turns": 2, "max_turn_tokens": 1},
         "batch_size": BATCH,
         "num_generations": 32,
         "num_mini_batches": 4,
@@ -88,7 +97,7 @@ def document(
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--kinds", nargs="+", default=["openenv", "verifiers"])
+    parser.add_argument("--kinds", nargs="+", default=["openenv", "verifiers", "trl"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--folder", type=Path, default=Path("runs/environments-learn"))
@@ -101,11 +110,16 @@ def main() -> None:
         model = model_of(folder, seed)
         for kind in arguments.kinds:
             name = f"{kind}-{seed}"
-            with played(kind, folder) as factory:
+            with played(kind, folder) as game:
                 file = folder / f"{name}.yaml"
-                told = document(folder, name, factory, model, seed, arguments.iterations)
+                told = document(folder, name, game, model, seed, arguments.iterations)
                 file.write_text(yaml.safe_dump(told))
-                command("rows", str(file), told["data"]["train"], "--count", "64", log=folder / "rows.log")
+                if "environment" in game:
+                    command(
+                        "rows", str(file), told["data"]["train"], "--count", "64", log=folder / "rows.log"
+                    )
+                else:
+                    write_jsonl(Path(told["data"]["train"]), [{"prompt": "guess: "}] * 64)
                 command("run", "grpo", "--config", str(file), log=folder / f"{name}.log")
             rows = rows_of(folder / "runs" / name)
             tenth = max(1, len(rows) // 10)

@@ -254,3 +254,8 @@ def test_and_beside_whole_ones_where_the_fastest_options_of_all_calls_fit_alone_
     for call, own in zip(asked.graph.calls, options, strict=True):
         sharded, whole = sharded_and_whole(own)
         assert bool(sharded & whole) == (not together and call.kind != "generate"), call.name
+
+
+def test_but_not_among_the_few_with_which_a_search_begins(problem):
+    options = all_options(problem(memory_bytes=int(80e9)), few=True)
+    assert not any(sharded & whole for sharded, whole in map(sharded_and_whole, options))
