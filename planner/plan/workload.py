@@ -93,8 +93,8 @@ class EvaluationWork(Frozen):
 class OtherEngine(Frozen):
     """An engine beside the ranks that draws for them (docs/adr/0028-generators.md).
 
-    copies    whole models in the memory of a replica's host: the memory by which weights are handed over, and on
-              hosts without GPUs the engine's own
+    copies    whole models in the memory of a replica's host: the memory by which weights are handed over, and the
+              engine's own. On GPUs an engine has its weights and reads ours there
     kv_bytes  of its keys and values on each device; None: it is on another machine, and divides its model as it likes
     """
 

@@ -369,4 +369,6 @@ def generate_beside(
     if not mesh.gpus:
         in_all = other.copies * weights + ranks * (other.kv_bytes or 0)
         return CallCost(seconds, (in_all, *(0.0,) * (stages - 1)))
-    return CallCost(seconds, (weights / ranks + other.kv_bytes if other.kv_bytes else 0.0,) * stages)
+    copies = 1 if mesh.trained is mesh.local else 2  # weights with adapters added are handed over
+    here = copies * weights / ranks + other.kv_bytes if other.kv_bytes else 0.0
+    return CallCost(seconds, (here,) * stages)

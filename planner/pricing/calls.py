@@ -230,10 +230,13 @@ class CostModel:
 
     def _handover_s(self, role: str) -> float:
         """Seconds in which another engine takes a role's weights."""
-        if self.workload.of_role(role).other is None:
+        if (other := self.workload.of_role(role).other) is None:
             return 0.0
         (parameters,) = parameters_by_stage([self._sizes(role, ParallelStrategy())])
-        slowest = min(profile.host_copy_bytes_per_s for profile in self.classes.profiles)
+        slowest = min(
+            each.memory_bytes_per_s if other.kv_bytes and not each.is_on_host else each.host_copy_bytes_per_s
+            for each in self.classes.profiles  # an engine on the same GPUs reads the weights there
+        )
         return PASSES_OF_HANDOVER * parameters * self.workload.itemsize / slowest
 
     def _mesh(self, role: str, where: _Circumstances, workload: Workload) -> OnMesh:

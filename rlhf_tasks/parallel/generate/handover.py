@@ -1,91 +1,99 @@
 """An engine's weights as files have them, in memory that a generator on the same host reads.
 
-Each rank of a replica writes the rows that it alone counts (`Layout.primary`), under the names and in the shapes of
-Hugging Face's files, with adapters added to the weights below them. So the reader need not know the layout or our
-names, and what it fuses or splits further is its own affair.
+Each rank of a replica shares the rows that it alone counts (`Layout.primary`), as parts of the tensors that Hugging
+Face's files have, with adapters added to the weights below them. So the reader need not know the layout or our names,
+and what it fuses or splits further is its own affair.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from prefect_rlhf.rlhf_tasks.parallel.comm.groups import all_reduce, broadcast_json
+from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
 from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import (
-    Place,
-    SharedWeights,
-    described,
+    ALIGN,
+    HostMemory,
+    Lent,
+    Region,
+    assembled,
     digest_of_all,
-    places_of,
+    parts_of,
+    shared,
 )
-from prefect_rlhf.rlhf_tasks.parallel.model.weights import write_rows
+from prefect_rlhf.rlhf_tasks.parallel.model.weights import stored_parts
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
+
+CPU = torch.device("cpu")
 
 
 class Handover:
-    """The memory of one model's weights on this rank. Made when the first engine is written."""
+    """What this rank shares of one model's weights: copies in memory of the host, which is made when the first engine
+    is written, or what it has `lent`, of which only merged weights are copies."""
 
     def __init__(self) -> None:
-        self._memory: SharedWeights | None = None
-        self._described: tuple[list[Place], torch.dtype] = ([], torch.float32)
-        self._of: tuple[int, str] = (-1, "")
+        self._memory: HostMemory | None = None
+        self.lent = Lent()
+        self._handed: dict[str, Any] = {}
 
-    def write(self, engine: Engine) -> dict[str, Any] | None:
-        """Write an engine's weights. Collective over its replica.
+    def write(self, engine: Engine, lends: bool = False) -> dict[str, Any] | None:
+        """Share an engine's weights. Collective over its replica.
 
-        Returns, on the head, what a reader needs, as JSON: `path` and `size` of the memory, `places`, `dtype`,
-        `version`, `digests` (name -> digest) and `digest` of all; None elsewhere. Raises OSError where the replica's
-        ranks are on several hosts.
+        lends  to a reader on the same GPUs: until they are taken back, the weights neither change nor are freed
+        Returns, on the head, what a reader needs, as JSON: `ranks` (what each has `shared`), `shapes` (of tensors, by
+        name), `dtype`, `version`, `digests` (of the parts of each) and `digest` of all; None elsewhere.
         """
+        self.lent.take_back()
         layout, stage = engine.stage.layout, engine.stage
-        replica = layout.placement.replica(engine.coordinate.dp)
-        group, head = engine.groups[replica], layout.placement.heads[engine.coordinate.dp]
         shapes = {name: shape for spec in layout.parameters for name, shape in spec.stored.items()}
-        places, size = places_of(shapes, stage.dtype.itemsize)
-        if engine.is_head and (self._memory is None or self._of != (size, self._memory.path)):
-            self._open(size, None)
-        path = broadcast_json(self._memory.path if self._memory else "", head, group, engine.device)
-        if self._of != (size, path):
-            self._open(size, path)
-        assert self._memory is not None
-        self._described = places, stage.dtype
-        tensors = self.tensors()
-        parameters, rows_here = stage.named_slices(), layout.held(stage.holder)
-        for name, rows in layout.primary(stage.holder).items():
-            if rows.size:
-                spec = layout.specs[name]
-                mine = merged(engine, name, parameters[name])
-                part = mine.narrow(spec.dim, rows.start - rows_here[name].start, rows.size)
-                write_rows(tensors.__getitem__, spec, rows, part)
-        all_reduce(torch.ones(1), group)  # all have written
+        if lends:
+            mine = shared(_parts(engine), self.lent.where)
+        else:
+            size = sum(each.nbytes for each in stage.named_slices().values()) + ALIGN * len(shapes)
+            if self._memory is None or self._memory.where["size"] != size:
+                self.close()
+                self._memory = HostMemory(size)
+            copied, where = self._memory.copied, self._memory.where
+            self._memory.begin()
+            mine = shared(((*at, copied(part)) for *at, part in _parts(engine)), lambda _: where)
+        replica = layout.placement.replica(engine.coordinate.dp)
+        ranks = [broadcast_json(mine, rank, engine.groups[replica], CPU) for rank in replica]
         if not engine.is_head:
             return None
-        digests = self._memory.digests(places)
-        return {
-            "path": path,
-            "size": size,
-            "places": described(places),
+        of_ranks = [rank.pop("digests") for rank in ranks]
+        digests = {name: " ".join(of[name] for of in of_ranks if name in of) for name in shapes}
+        self._handed = {
+            "ranks": ranks,
+            "shapes": shapes,
             "dtype": str(stage.dtype).removeprefix("torch."),
             "version": engine.version,
             "digests": digests,
             "digest": digest_of_all(digests),
         }
+        return self._handed
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What was written last, by the names of files."""
-        assert self._memory is not None, "tensors before write"
-        return self._memory.tensors(*self._described)
-
-    def _open(self, size: int, path: str | None) -> None:
-        self.close()
-        self._memory = SharedWeights(size, path)
-        self._of = (size, self._memory.path)
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """On the head, what was written last to memory of the host, by the names of files."""
+        return assembled(parts_of(self._handed), self._handed["shapes"], CPU)
 
     def close(self) -> None:
         """Let go of the memory."""
+        self.lent.take_back()
         if self._memory is not None:
             self._memory.close()
-        self._memory, self._of = None, (-1, "")
+        self._memory = None
+
+
+def _parts(engine: Engine) -> Iterator[tuple[str, Region, Tensor]]:
+    """What this rank shares: name of a tensor of files, region of it, and what belongs there."""
+    layout, holder, parameters = engine.stage.layout, engine.stage.holder, engine.stage.named_slices()
+    primary = layout.primary(holder) if engine.coordinate.cp == 0 else {}  # other cp ranks have the same
+    for name, rows in primary.items():
+        if rows.size:
+            spec, first = layout.specs[name], layout.held(holder)[name].start
+            mine = merged(engine, name, parameters[name]).narrow(spec.dim, rows.start - first, rows.size)
+            yield from stored_parts(spec, rows, mine)
 
 
 def merged(engine: Engine, name: str, weight: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class OpenAI:
             folder.mkdir(parents=True)
             for path in (base / "config.json", *beside_weights(base)):
                 shutil.copy2(path, folder / path.name)
-            save_file(self._handover.tensors(), folder / "model.safetensors", {"format": "pt"})
+            save_file(dict(self._handover.tensors()), folder / "model.safetensors", {"format": "pt"})
             self._server.take(str(folder), self._name)
         finally:
             _remove(before)

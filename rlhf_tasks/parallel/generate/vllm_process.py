@@ -177,7 +177,7 @@ class Vllm:
         visible = visible_together(engine) if starts else None
         if engine.is_head and starts:
             self._start(engine, visible)
-        handed = self._handover.write(engine)
+        handed = self._handover.write(engine, self.shares_gpu(engine))
         if handed is not None:
             taken = self._reply_to({"take": handed})
             version, theirs = taken.get("version"), taken.get("digests", {})
@@ -190,6 +190,8 @@ class Vllm:
                 raise GenerationFault(
                     f"vLLM on rank {engine.groups.rank} has other bits of {other[0]!r} than it was given"
                 )
+        _said_by_head(engine, None)  # vLLM has read what ranks have lent
+        self._handover.lent.take_back()
         self._taken = (id(engine), engine.version)
 
     def draw(self, batch: SampleBatch, order: Order) -> SampleBatch | None:

@@ -3,8 +3,8 @@
 Requests and replies are lines of JSON. The first request has what vLLM begins with (`_begun`); the reply is
 `{"vllm": ..., "torch": ...}`, their versions. Then
 
-- `{"take": {...}}`, what `Handover.write` returns: the weights are taken from memory that processes share, and no key
-  or value of older weights is used again. The reply has `version` and `digests` of what was taken;
+- `{"take": {...}}`, what `Handover.write` returns: the weights are taken from memory that ranks share, and no key or
+  value of older weights is used again. The reply has `version` and `digests` of what was taken;
 - `{"draw": {...}}`: replies `{"drawn": tokens}` about every second, and then
   `{"answers": [[ids, logprobs, reason], ...]}`
   in the order of the requests;
@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import SharedWeights, read_places
+from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import assembled, digests_of, parts_of
 from prefect_rlhf.rlhf_tasks.parallel.generate.beside import BLOCK_ON_CPUS
 from prefect_rlhf.rlhf_tasks.system.child_pipes import Requests
 
@@ -131,28 +131,28 @@ class TakesWeights:
     """What is added to vLLM's worker: there is one in each process of its tensor parallelism."""
 
     model_runner: Any
+    device: Any
 
     def take_weights(self, handed: Mapping[str, Any]) -> dict[str, str]:
-        """Load the weights from shared memory. vLLM fuses and cuts them itself. Returns digests of what was there.
+        """Load the weights from memory that ranks share. vLLM fuses and cuts them itself. Returns their digests.
 
-        A worker reads all tensors, and copies the part that is its own.
+        A worker reads all tensors, and copies the part that is its own. Those of a module are in its memory at once.
         """
         import torch
 
-        memory = SharedWeights(handed["size"], handed["path"])
-        try:
-            places = read_places(handed["places"])
-            tensors = memory.tensors(places, getattr(torch, handed["dtype"]))
-            digests = memory.digests(places)
-            self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-            for module in self.model_runner.get_model().modules():
-                # On CPUs vLLM packs weights. A head that is tied to the embedding is not among those that it loads
-                # again: its packed copy would be of the first weights.
-                if hasattr(module, "cpu_linear") and module.weight.numel():
-                    module.quant_method.process_weights_after_loading(module)
-            return digests
-        finally:
-            memory.close()
+        parts = parts_of(handed)
+        digests = digests_of(parts)
+        weights = assembled(parts, handed["shapes"], self.device)
+        self.model_runner.reload_weights(weights_iterator=weights)
+        for module in self.model_runner.get_model().modules():
+            # On CPUs vLLM packs weights. A head that is tied to the embedding is not among those that it loads
+            # again: its packed copy would be of the first weights.
+            if hasattr(module, "cpu_linear") and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)
+        for device in {self.device, *(part.device for of in parts.values() for _, part in of)}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # all has been read: the ranks may change it
+        return digests
 
     def draw_only_below(self, tokens: int) -> None:
         """No further ids than the first `tokens` are drawn: the tokenizer does not have them."""

@@ -244,49 +244,51 @@ def _outer_sum(b: Tensor, a: Tensor) -> Tensor:
 def stored_rows(stored: ReadTensor, spec: ParameterSpec, rows: Interval) -> Tensor:
     """Some rows of a parameter, from the tensors in files that it is a part of, or is made of (`spec.stored`)."""
     names = list(spec.stored)
+    taken = _part(stored(names[0]), spec, rows)
     if spec.stacked is None:
-        return _part(stored(names[0]), spec, rows)
-    part = (slice(None),) * (spec.dim - 1) + (slice(*rows),)
-    taken: Tensor = stored(names[0])[part]
+        return taken
     whole = taken.new_empty(len(names), *taken.shape)
     for number, name in enumerate(names):  # one after the other, so that no second copy stands in memory
-        whole[number] = stored(name)[part]
+        whole[number] = _part(stored(name), spec, rows)
     return whole
 
 
-def write_rows(stored: ReadTensor, spec: ParameterSpec, rows: Interval, values: Tensor) -> None:
-    """Write some rows of a parameter into the tensors that files hold, where `stored_rows` would read them.
+def stored_parts(
+    spec: ParameterSpec, rows: Interval, values: Tensor
+) -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
+    """Where some rows of a parameter, `values`, lie in files, and `stored_rows` would read them: name of a tensor,
+    region of it, and the part of `values` that belongs there."""
+    turned = spec.packed is not None and spec.packed.transposed
+    parts = values.unbind() if spec.stacked is not None else [values.mT if turned else values]
+    for name, part in zip(spec.stored, parts, strict=True):
+        yield name, _region(spec, rows), part
 
-    stored  gives a Tensor, not a slice of a file
-    """
-    names = list(spec.stored)
-    if spec.stacked is None:
-        _part(stored(names[0]), spec, rows).copy_(values)
-        return
-    part = (slice(None),) * (spec.dim - 1) + (slice(*rows),)
-    for number, name in enumerate(names):
-        stored(name)[part].copy_(values[number])
+
+def _region(spec: ParameterSpec, rows: Interval) -> tuple[slice, ...]:
+    """Where some rows of a parameter lie in the tensor in files that holds it, or in each that it is made of."""
+    of_parts = 0 if spec.stacked is None else 1
+    region = [slice(0, length, 1) for length in spec.shape[of_parts:]]
+    region[spec.dim - of_parts] = slice(*rows, 1)
+    if (place := spec.packed) is not None:
+        first, last = (
+            place.start + row * place.step for row in (region[place.dim].start, region[place.dim].stop - 1)
+        )
+        region[place.dim] = slice(first, last + 1, place.step)
+        if place.transposed:
+            region[-2:] = reversed(region[-2:])
+    return tuple(region)
 
 
 def _part(tensor: Any, spec: ParameterSpec, rows: Interval) -> Tensor:
-    """Some rows of a parameter that a tensor in files holds, alone or with others."""
-    place = spec.packed or FileTensor(spec.name, spec.shape, 0)
-    wanted = [slice(0, length) for length in spec.shape]
-    wanted[spec.dim] = slice(*rows)
-    mine, step = wanted[place.dim], place.step
-    # Of parameters that take turns, the rows of all are read: they lie side by side. What is computed from them skips
-    # the others' rows.
-    skips = step > 1 and isinstance(tensor, _Dequantised)
-    begin = place.start if step == 1 or skips else 0
-    wanted[place.dim] = slice(begin + mine.start * step, begin + mine.stop * step)
-    if skips:
-        wanted[place.dim] = slice(begin + mine.start * step, begin + (mine.stop - 1) * step + 1, step)
-    if place.transposed:
-        wanted[-2:] = reversed(wanted[-2:])
-    part: Tensor = tensor[tuple(wanted)]
-    part = part.mT if place.transposed else part
-    turns = (slice(None),) * place.dim + (slice(place.start, None, step),)
-    return part if step == 1 or skips else part[turns]
+    """Some rows of a parameter, from a tensor in files. Of parameters that take turns, the rows of all are read, as
+    they lie side by side; what is computed skips those of others."""
+    region = _region(spec, rows)
+    if isinstance(tensor, _Dequantised):
+        part: Tensor = tensor[region]
+    else:
+        part = tensor[tuple(slice(each.start, each.stop) for each in region)]
+        part = part[tuple(slice(None, None, each.step) for each in region)]
+    return part.mT if spec.packed is not None and spec.packed.transposed else part
 
 
 def near_zero(values: Tensor, spec: ParameterSpec, dtype: torch.dtype) -> Tensor:

@@ -634,11 +634,16 @@ WEIGHTS_7B = 2 * (
 
 
 @pytest.mark.parametrize(("dp", "tp", "pp"), [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
-def test_another_engine_has_a_copy_of_the_weights_and_its_own_keys_and_values(active, llama, dp, tp, pp):
-    """On GPUs each device of a replica has its part of the weights; the memory of the handover is the host's."""
+def test_another_engine_has_a_copy_of_the_weights_and_its_own_keys_and_values(
+    active, llama, lora, dp, tp, pp
+):
+    """On GPUs each device of a replica has its part of the weights, and reads ours where they are; merged weights are
+    copies."""
     vllm = OtherEngine(copies=2, kv_bytes=10**9)
     stages = active("actor_generate", dp, tp, pp, shape=llama(num_key_value_heads=8), other=vllm)
     assert stages == pytest.approx((WEIGHTS_7B / (tp * pp) + 10**9,) * pp)
+    merged = active("actor_generate", dp, tp, pp, shape=llama(num_key_value_heads=8), other=vllm, lora=lora)
+    assert merged == pytest.approx((2 * WEIGHTS_7B / (tp * pp) + 10**9,) * pp)
     server = OtherEngine(copies=1)
     assert active("actor_generate", dp, tp, pp, other=server) == (0.0,) * pp, "it is on another machine"
     ours = active("ref_inference", dp, tp, pp)
@@ -654,14 +659,14 @@ def test_on_a_host_without_gpus_another_engine_is_beside_the_head(active, llama)
 
 def test_another_engine_draws_in_parts_what_its_keys_and_values_have_no_room_for(seconds, llama):
     """A token has 2 x 32 layers x 8 heads x 128 x 2 bytes = 131,072, a sequence of 256 tokens 2^25. On one device are
-    64 sequences: at once with 2^31 bytes, in two parts with 2^30. Handing 15 GB over takes 4 passes at 25 GB/s."""
+    64 sequences: at once with 2^31 bytes, in two parts with 2^30. Handing 15 GB over takes 4 passes in GPU memory."""
     shape = {"shape": llama(num_key_value_heads=8), "n_seqs": 64}
     ours = [seconds("actor_generate", micro_batches=count, **shape) for count in (1, 2)]
     theirs = [
         seconds("actor_generate", micro_batches=micro, other=OtherEngine(copies=2, kv_bytes=size), **shape)
         for size, micro in ((2**31, 1), (2**30, 1), (2**30, 16))
     ]
-    take_s = 4 * WEIGHTS_7B / preset("a100-80g-sxm").host_copy_bytes_per_s
+    take_s = 4 * WEIGHTS_7B / preset("a100-80g-sxm").memory_bytes_per_s
     assert theirs[0] == pytest.approx(ours[0] + take_s)
     assert theirs[1] == theirs[2] == pytest.approx(ours[1] + take_s)
     assert ours[1] > 1.2 * ours[0]

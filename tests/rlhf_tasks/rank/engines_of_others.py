@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
-from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import SharedWeights, read_places
+from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import assembled, digests_of, parts_of
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import Vllm
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
@@ -83,7 +83,7 @@ class FakeVllm(Vllm):
 
 def serve() -> None:
     """vLLM's messages without vLLM: tokens follow from a request's seed. MODE says how it misbehaves, or names the
-    file that is there once it has slept."""
+    file that is there once it has slept, and with the suffix .read once it has weights."""
     requests, mode, sum_of_bits = Requests(), os.environ.get(MODE, ""), 0
     lines = iter(requests)
     begin = next(lines)
@@ -91,15 +91,17 @@ def serve() -> None:
     for request in lines:
         ((what, value),) = request.items()
         if what == "take":
-            memory = SharedWeights(value["size"], value["path"])
-            places = read_places(value["places"])
-            tensors = memory.tensors(places, getattr(torch, value["dtype"]))
+            if mode.startswith("/"):
+                time.sleep(0.3)  # reading takes a while
+                Path(mode).with_suffix(".read").touch()
+            parts = parts_of(value)
             if mode == "digest":
-                tensors[places[1].name].view(-1).view(torch.uint8)[-1] ^= 1
-            sum_of_bits = int(sum(t.view(torch.int32).long().sum() for t in tensors.values()))
-            digests = memory.digests(places)
-            memory.close()
-            requests.reply({"version": value["version"], "digests": digests})
+                (_, part), *_ = list(parts.values())[1]
+                part.view(-1).view(torch.uint8)[-1] ^= 1
+            tensors = assembled(parts, value["shapes"], torch.device("cpu"))
+            sum_of_bits = int(sum(t.view(torch.int32).long().sum() for _, t in tensors))
+            version = value["version"] - (mode == "version")
+            requests.reply({"version": version, "digests": digests_of(parts)})
             continue
         if what == "sleep":
             time.sleep(0.3)  # freeing takes a while

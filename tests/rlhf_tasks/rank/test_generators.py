@@ -140,6 +140,7 @@ def test_a_process_draws_with_the_weights_of_each_version(start: Any, monkeypatc
         ("idle", "vLLM has made no progress for"),
         ("end", r"the process of vLLM has ended \(draw, status 3\)"),
         ("fault", "vLLM has failed .draw.: ValueError: as asked"),
+        ("version", "vLLM has weights of version -1, and was given 0"),
         ("digest", r"vLLM on rank 0 has other bits of 'model\.[\w.]+' than it was given"),
     ],
 )

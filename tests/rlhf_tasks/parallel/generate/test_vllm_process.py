@@ -22,7 +22,7 @@ from prefect_rlhf.rlhf_tasks.parallel.generate.vllm_process import (
 )
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Layout
 from tests.rlhf_tasks.parallel.comm.test_reallocation import whole_model
-from tests.rlhf_tasks.parallel.generate.test_handover import CPU, engine_of
+from tests.rlhf_tasks.parallel.generate.test_handover import CPU, LentOnHost, engine_of
 from tests.rlhf_tasks.rank.engines_of_others import MODE, FakeVllm
 from tests.rlhf_tasks.roles_in_layouts import model, place
 
@@ -71,28 +71,39 @@ def test_all_ranks_of_a_replica_hand_weights_over_when_its_head_needs_them(ranks
 class OnGpus(FakeVllm):
     shares_gpu = staticmethod(lambda engine: True)
 
+    def __init__(self, terms: Terms) -> None:
+        super().__init__(terms)
+        self._handover.lent = LentOnHost()
+
 
 def sleeps_between_draws(rank, world, path: str) -> list[bool]:
-    """Whether this rank's `free` came back when vLLM slept, and whether its head has drawn again since."""
+    """Whether this rank's `take` came back when vLLM had read, with nothing lent any longer; its `free` when it
+    slept; and whether its head has drawn again since."""
     os.environ[MODE] = path
     both = place([0, 1], tp=2)
     engine, generator = engine_on(both, ProcessGroups(device_sets(both), 240.0, CPU)), OnGpus(TERMS)
     prompts = SampleBatch((5,), {"prompt_ids": Packed.of([torch.tensor([1, 2])])})
     try:
         generator.take(engine)
+        was_read = Path(path).with_suffix(".read").exists() and not generator._handover.lent._lent
         generator.draw(prompts, ORDER)
         generator.free()
         slept = Path(path).exists()
         generator.free()  # of a call that another engine drew for: it sleeps already
         generator.take(engine)
-        return [slept, generator.draw(prompts, ORDER) is not None]
+        return [was_read, slept, generator.draw(prompts, ORDER) is not None]
     finally:
         generator.close()
 
 
 @pytest.mark.dist
-def test_no_rank_needs_its_gpu_before_vllm_has_left_it(ranks, tmp_path: Path):
-    assert ranks.run(2, sleeps_between_draws, str(tmp_path / "slept")) == [[True, True], [True, False]]
+def test_no_rank_changes_weights_before_vllm_has_read_them_or_needs_its_gpu_before_vllm_has_left_it(
+    ranks, tmp_path: Path
+):
+    assert ranks.run(2, sleeps_between_draws, str(tmp_path / "slept")) == [
+        [True, True, True],
+        [True, True, False],
+    ]
 
 
 def seen_by_vllm(rank, world, named: list[str | None]) -> str | None:
