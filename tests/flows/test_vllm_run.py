@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -79,10 +80,23 @@ def test_vllm_draws_ahead_of_training(file: Path, tmp_path: Path):
     assert rows[0]["importance/kl"] < 0.02
 
 
-def test_vllm_divides_the_model_over_the_ranks_of_a_replica(file: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("axis", "family", "changes"),
+    [
+        ("t2", "llama", {}),
+        ("p2", "phi3", {"pad_token_id": 0}),  # its files have queries, keys and values in one tensor
+        ("t2", "qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    ],
+)
+def test_vllm_divides_the_model_over_the_ranks_of_a_replica(
+    file: Path, tmp_path: Path, axis: str, family: str, changes: dict[str, Any]
+):
     """Two processes of it have a part of each weight. Weights of the version before would be 0.01 nats away."""
-    plan = (f"plan.{call}=0-1 t2" for call in ("actor_generate", "reward_inference", "actor_train"))
-    wanted = (*plan, "name=divided", "dtype=float32", "optimizer.learning_rate=0.01")
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32, **changes}
+    model = write_model(tmp_path / "other", family=family, **sizes)
+    plan = (f"plan.{call}=0-1 {axis}" for call in ("actor_generate", "reward_inference", "actor_train"))
+    of_model = ("name=divided", f"models.actor={model}", "dtype=float32", "optimizer.learning_rate=0.01")
+    wanted = (*plan, *of_model)
     with MarkedCommand(tmp_path / "log", "run", "grpo", "--config", str(file), *wanted) as run:
         run.wait_until(lambda: {f"VLLM::Worker_TP{rank}" for rank in range(2)} <= named())
         status = run.process.wait(400)

@@ -149,6 +149,10 @@ class TakesWeights:
             # again: its packed copy would be of the first weights.
             if hasattr(module, "cpu_linear") and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
+            # It packs those of experts too, but only the first time.
+            experts = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if experts is not None and self.device.type == "cpu":
+                experts.fused_experts.process_weights_after_loading(module)
         for device in {self.device, *(part.device for of in parts.values() for _, part in of)}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # all has been read: the ranks may change it
