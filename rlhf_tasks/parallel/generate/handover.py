@@ -56,7 +56,8 @@ class Handover:
                 self._memory = HostMemory(size)
             copied, where = self._memory.copied, self._memory.where
             self._memory.begin()
-            mine = shared(((*at, copied(part)) for *at, part in _parts(engine)), lambda _: where)
+            parts = ((name, region, copied(part)) for name, region, part in _parts(engine))
+            mine = shared(parts, lambda _: where)
         replica = layout.placement.replica(engine.coordinate.dp)
         ranks = [broadcast_json(mine, rank, engine.groups[replica], CPU) for rank in replica]
         if not engine.is_head:
