@@ -406,7 +406,7 @@ def _other_engine(config: RunConfig) -> OtherEngine | None:
     if not isinstance(config, Samples):
         return None
     of_vllm = OtherEngine(copies=2, kv_bytes=config.generation.kv_bytes)
-    return {VLLM: of_vllm, OPENAI: OtherEngine(copies=1)}.get(config.generation.engine)
+    return {VLLM: of_vllm, OPENAI: OtherEngine(copies=2)}.get(config.generation.engine)
 
 
 def _mean(tokens: Sequence[int]) -> int:

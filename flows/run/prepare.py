@@ -42,12 +42,7 @@ from prefect_rlhf.rlhf_tasks.algorithms.configurations import (
     manual_assignments,
 )
 from prefect_rlhf.rlhf_tasks.algorithms.examples import endless, prepared_rows
-from prefect_rlhf.rlhf_tasks.algorithms.held_out import (
-    HELD_OUT,
-    evaluation_of,
-    held_out_sets,
-    shared_prompts,
-)
+from prefect_rlhf.rlhf_tasks.algorithms.held_out import HELD_OUT, evaluation_of, held_out_sets, shared_prompts
 from prefect_rlhf.rlhf_tasks.algorithms.registry import algorithm
 from prefect_rlhf.rlhf_tasks.checkpoint.changes import CHANGES, PLAN, RunPlan, logged_changes, read_plan
 from prefect_rlhf.rlhf_tasks.config.base import RunConfig

@@ -94,7 +94,7 @@ class OtherEngine(Frozen):
     """An engine beside the ranks that draws for them (docs/adr/0028-generators.md).
 
     copies    whole models in the memory of a replica's host: the memory by which weights are handed over, and the
-              engine's own. On GPUs an engine has its weights and reads ours there
+              engine's own, or the file's. On GPUs an engine has its weights and reads ours there
     kv_bytes  of its keys and values on each device; None: it is on another machine, and divides its model as it likes
     """
 
@@ -109,11 +109,9 @@ class OtherEngine(Frozen):
         return self.kv_bytes is None or evenly
 
     def draws_on(self, placement: Placement, devices_per_host: int) -> bool:
-        """Whether each replica of a placement is on one host."""
+        """Whether each replica of a placement is on one host: only there its head can read all its weights."""
         replicas = map(placement.replica, range(placement.strategy.dp))
-        return self.kv_bytes is None or all(
-            min(replica) // devices_per_host == max(replica) // devices_per_host for replica in replicas
-        )
+        return all(min(each) // devices_per_host == max(each) // devices_per_host for each in replicas)
 
 
 class Thinking(Frozen):

@@ -93,8 +93,8 @@ class Problem:
         return divides and other.draws_on(placement, self.cluster.devices_per_host)
 
     def refuse(self, plan: ExecutionPlan) -> None:
-        """Raises ProblemError where a call of a plan has a device outside its pool, or vLLM cannot be divided as a
-        generation is."""
+        """Raises ProblemError where a call of a plan has a device outside its pool, or another engine cannot draw
+        as a generation is placed."""
         for name, (node, *_) in plan.calls.items():
             if not self.allows(name, node.devices):
                 outside = min(set(node.devices) - self.pools[name].devices)
@@ -104,11 +104,17 @@ class Problem:
                 )
             if not self.draws(node.call, node.placement):
                 s, shape = node.placement.strategy, self.model.models[node.call.role].shape
+                other, heads = (
+                    self.model.workload.other,
+                    f"{shape.query_heads} heads, {shape.kv_heads} of keys",
+                )
+                does, has = "the weights that a server loads are written by", ""
+                if other is not None and other.kv_bytes is not None:
+                    does = "vLLM divides the model over"
+                    has = f", and it has {heads} and values, and {shape.intermediate} columns"
                 raise ProblemError(
-                    f"Call {name!r}: vLLM divides the model over the tp x pp = {s.tp * s.pp} devices of a replica, "
-                    f"which must be of one host of {self.cluster.devices_per_host}, and it has {shape.query_heads} "
-                    f"heads, {shape.kv_heads} of keys and values, and {shape.intermediate} columns. Choose a plan "
-                    "with a larger dp."
+                    f"Call {name!r}: {does} the tp x pp = {s.tp * s.pp} devices of a replica, which must be of one "
+                    f"host of {self.cluster.devices_per_host}{has}. Choose a plan with a larger dp."
                 )
 
     @property

@@ -11,11 +11,7 @@ from prefect_rlhf.planner.pricing.rooflines import STATE_BYTES, Sizes, Timing, s
 from prefect_rlhf.rlhf_tasks.parallel.layout.shape import Recompute
 from prefect_rlhf.rlhf_tasks.parallel.layout.shares import Gathering
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy
-from prefect_rlhf.rlhf_tasks.parallel.layout.work import (
-    LEAST_SHARED,
-    LOGITS_AT_ONCE,
-    layer_flops,
-)
+from prefect_rlhf.rlhf_tasks.parallel.layout.work import LEAST_SHARED, LOGITS_AT_ONCE, layer_flops
 from prefect_rlhf.rlhf_tasks.profiling.measurements import Exchange, Pass
 from prefect_rlhf.rlhf_tasks.spec import ModelFunctionCall
 

@@ -14,6 +14,7 @@ import mmap
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class Lent:
         return described(str(torch.cuda.get_device_properties(tensor.device).uuid), handle)
 
     def take_back(self) -> None:
-        """Nobody reads it any longer. A reader that died did not count itself out: then torch would never free it."""
+        """Nobody reads it any longer: it is counted out, and torch frees it."""
         for _, (*_, counter, at, _, _) in self._lent:
             torch.UntypedStorage._release_ipc_counter_cuda(counter, at)
         if self._lent:
@@ -85,13 +86,13 @@ def described(gpu: str, handle: tuple[Any, ...]) -> dict[str, Any]:
 
     Raises ValueError for a handle that another process may be unable to open.
     """
-    _, block, size, offset, counter, at, _, _ = handle
+    _, block, size, offset, *_ = handle
     if block[1:2] != b"c":  # not of cudaMalloc (ShareableHandleType in torch's CUDACachingAllocator.cpp)
         raise ValueError(
-            "vLLM cannot open weights in expandable segments. Leave them out of PYTORCH_CUDA_ALLOC_CONF."
+            "vLLM cannot open weights in expandable segments. Leave them out of PYTORCH_CUDA_ALLOC_CONF and "
+            "PYTORCH_ALLOC_CONF."
         )
-    block = base64.b64encode(block).decode()
-    return {"gpu": gpu, "block": block, "size": size, "offset": offset, "counter": [counter.decode(), at]}
+    return {"gpu": gpu, "block": base64.b64encode(block).decode(), "size": size, "offset": offset}
 
 
 def opening(where: Mapping[str, Any], gpus: Sequence[str]) -> tuple[Any, ...]:
@@ -99,12 +100,12 @@ def opening(where: Mapping[str, Any], gpus: Sequence[str]) -> tuple[Any, ...]:
 
     Processes number GPUs unlike, so they are found by UUID. Raises ValueError where the GPU is none of them.
     """
-    gpu, (counter, at) = where["gpu"], where["counter"]
-    if gpu not in gpus:
+    if (gpu := where["gpu"]) not in gpus:
         raise ValueError(f"GPU {gpu} has weights, and is none of those that vLLM sees: {', '.join(gpus)}")
     block = base64.b64decode(where["block"], validate=True)
-    # The owner's streams have ended what they did: there is no event to wait for.
-    return gpus.index(gpu), block, where["size"], where["offset"], counter.encode(), at, b"", False
+    # The owner alone counts: torch begins at 1 for any number of readers, and frees at exactly 0. A reader that ends
+    # finds no file to count in. The owner's streams have ended: there is no event to wait for.
+    return gpus.index(gpu), block, where["size"], where["offset"], b"/torch_none", 0, b"", False
 
 
 def opened(where: Mapping[str, Any]) -> Tensor:
@@ -160,18 +161,26 @@ def assembled(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of files, one after the other: the part itself where it is all, else a new tensor on `device`.
 
-    Raises ValueError, naming the tensor, where a part of it is missing.
+    Raises ValueError, naming the tensor, where a part of it is missing, or is there twice.
     """
     for name, shape in shapes.items():
         there, wanted = sum(part.numel() for _, part in parts[name]), math.prod(shape)
         if there != wanted:
             raise ValueError(f"{name} has {wanted:,} numbers, and {there:,} were handed over")
+        if any(all(map(_meet, *regions)) for regions in combinations([of for of, _ in parts[name]], 2)):
+            raise ValueError(f"{name} has numbers that were handed over twice, and others that were not")
         (_, whole), *others = parts[name]
         if others:
             whole = torch.empty(tuple(shape), dtype=whole.dtype, device=device)
             for region, part in parts[name]:
                 whole[region].copy_(part)
         yield name, whole
+
+
+def _meet(one: slice, other: slice) -> bool:
+    """Whether parts of a tensor may have an index along a dim in common: not where they take turns."""
+    in_turns = one.step == other.step and (one.start - other.start) % one.step
+    return max(one.start, other.start) < min(one.stop, other.stop) and not in_turns
 
 
 def digests_of(parts: Parts) -> dict[str, str]:
@@ -181,14 +190,16 @@ def digests_of(parts: Parts) -> dict[str, str]:
 
 
 def _digest(part: Tensor) -> str:
-    flat = part.contiguous().view(-1).view(torch.uint8)
-    if len(flat) % 8 or flat.storage_offset() % 8:
-        flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
-    words = flat.view(torch.int64)
-    factors = torch.arange(1, 2 * min(_WORDS, len(words)), 2, device=words.device)
-    total = words.new_zeros(())
-    for some in words.split(_WORDS):
-        total = total * _FACTOR + (some * factors[: len(some)]).sum()
+    factors = torch.arange(1, 2 * min(_WORDS, part.nbytes // 8 + 1), 2, device=part.device)
+    total = factors.new_zeros(())
+    for rows in part.split(
+        max(1, 8 * _WORDS * len(part) // part.nbytes)
+    ):  # what lies apart is copied by pieces
+        flat = rows.contiguous().view(-1).view(torch.uint8)
+        if len(flat) % 8 or flat.storage_offset() % 8:
+            flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
+        for some in flat.view(torch.int64).split(_WORDS):
+            total = total * _FACTOR + (some * factors[: len(some)]).sum()
     return f"{int(total) % 2**64:016x}"
 
 

@@ -19,9 +19,11 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import (
     Region,
     assembled,
     digest_of_all,
+    digests_of,
     parts_of,
     shared,
 )
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import stored_parts
 from prefect_rlhf.rlhf_tasks.parallel.train.engine import Engine
 
@@ -50,7 +52,8 @@ class Handover:
         if lends:
             mine = shared(_parts(engine), self.lent.where)
         else:
-            size = sum(each.nbytes for each in stage.named_slices().values()) + ALIGN * len(shapes)
+            size = sum(each.nbytes for each in stage.named_slices().values())
+            size += ALIGN * sum(len(spec.stored) for spec in layout.parameters)
             if self._memory is None or self._memory.where["size"] != size:
                 self.close()
                 self._memory = HostMemory(size)
@@ -75,8 +78,12 @@ class Handover:
         return self._handed
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """On the head, what was written last to memory of the host, by the names of files."""
-        return assembled(parts_of(self._handed), self._handed["shapes"], CPU)
+        """On the head, what was written last to memory of the host, by the names of files. Raises GenerationFault
+        where other bits are there."""
+        parts, ours = parts_of(self._handed), self._handed["digests"]
+        if other := [name for name, theirs in digests_of(parts).items() if theirs != ours[name]]:
+            raise GenerationFault(f"the head finds other bits of {other[0]!r} than ranks have handed over")
+        return assembled(parts, self._handed["shapes"], CPU)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -16,11 +16,7 @@ from safetensors.torch import save_file
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import broadcast_json
 from prefect_rlhf.rlhf_tasks.parallel.generate.beside import SECONDS_A_TOKEN, STALL_S, GenerationFault
-from prefect_rlhf.rlhf_tasks.parallel.generate.completions import (
-    NEVER,
-    Answer,
-    Completions,
-)
+from prefect_rlhf.rlhf_tasks.parallel.generate.completions import NEVER, Answer, Completions
 from prefect_rlhf.rlhf_tasks.parallel.generate.drawn import Request, requests_of, samples_of, sampling_of
 from prefect_rlhf.rlhf_tasks.parallel.generate.generator import Order, Terms
 from prefect_rlhf.rlhf_tasks.parallel.generate.handover import Handover

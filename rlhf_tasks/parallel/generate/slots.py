@@ -9,13 +9,7 @@ from torch import Tensor
 
 from prefect_rlhf.rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from prefect_rlhf.rlhf_tasks.parallel.batch.samples import SampleBatch
-from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import (
-    DecodeGraphs,
-    Entry,
-    KVCache,
-    Piece,
-    vacate,
-)
+from prefect_rlhf.rlhf_tasks.parallel.generate.kv_cache import DecodeGraphs, Entry, KVCache, Piece, vacate
 from prefect_rlhf.rlhf_tasks.parallel.generate.places import (
     Drawing,
     Queue,

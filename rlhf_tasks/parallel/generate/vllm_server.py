@@ -80,11 +80,11 @@ class _Server:
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
-        digests = self._llm.collective_rpc("take_weights", args=(dict(handed),))
+        taken = self._llm.collective_rpc("take_weights", args=(dict(handed),))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps keys and values of older weights")
-        others = [one for one in digests if one != handed["digests"]]
-        return {"version": handed["version"], "digests": (others or digests)[0]}
+        others = [one for one in taken if any(one[what] != handed[what] for what in one)]
+        return (others or taken)[0]
 
     def sleep(self, _: Any) -> dict[str, Any]:
         if self._sleeps and not self._asleep:
@@ -133,8 +133,8 @@ class TakesWeights:
     model_runner: Any
     device: Any
 
-    def take_weights(self, handed: Mapping[str, Any]) -> dict[str, str]:
-        """Load the weights from memory that ranks share. vLLM fuses and cuts them itself. Returns their digests.
+    def take_weights(self, handed: Mapping[str, Any]) -> dict[str, Any]:
+        """Load the weights from memory that ranks share. vLLM fuses and cuts them itself. Returns what `take` does.
 
         A worker reads all tensors, and copies the part that is its own. Those of a module are in its memory at once.
         """
@@ -156,7 +156,9 @@ class TakesWeights:
         for device in {self.device, *(part.device for of in parts.values() for _, part in of)}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # all has been read: the ranks may change it
-        return digests
+        del parts, weights
+        torch.cuda.empty_cache()  # of what was assembled; without GPUs it does nothing
+        return {"version": handed["version"], "digests": digests}
 
     def draw_only_below(self, tokens: int) -> None:
         """No further ids than the first `tokens` are drawn: the tokenizer does not have them."""

@@ -29,11 +29,7 @@ from prefect_rlhf.rlhf_tasks.parallel.model.logprobs import (
 )
 from prefect_rlhf.rlhf_tasks.parallel.model.products import products
 from prefect_rlhf.rlhf_tasks.parallel.model.stage import Stage
-from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import (
-    MasterWeights,
-    Optimizer,
-    OptimizerSettings,
-)
+from prefect_rlhf.rlhf_tasks.parallel.train.optimizer import MasterWeights, Optimizer, OptimizerSettings
 from prefect_rlhf.rlhf_tasks.parallel.train.pipeline import Pipeline
 from prefect_rlhf.rlhf_tasks.system.failpoints import Point, reach
 from prefect_rlhf.rlhf_tasks.system.interruption import leave_if_ended

@@ -644,7 +644,7 @@ def test_another_engine_has_a_copy_of_the_weights_and_its_own_keys_and_values(
     assert stages == pytest.approx((WEIGHTS_7B / (tp * pp) + 10**9,) * pp)
     merged = active("actor_generate", dp, tp, pp, shape=llama(num_key_value_heads=8), other=vllm, lora=lora)
     assert merged == pytest.approx((2 * WEIGHTS_7B / (tp * pp) + 10**9,) * pp)
-    server = OtherEngine(copies=1)
+    server = OtherEngine(copies=2)
     assert active("actor_generate", dp, tp, pp, other=server) == (0.0,) * pp, "it is on another machine"
     ours = active("ref_inference", dp, tp, pp)
     assert active("ref_inference", dp, tp, pp, other=vllm) == ours, "it only draws"
@@ -680,7 +680,7 @@ def test_a_generation_in_parts_and_an_evaluation_in_batches_hand_the_weights_ove
         every=1, rows=64, rows_at_once=8, answers=1, prompt_tokens=64, new_tokens=64, completion_tokens=0
     )
     ours, theirs = (
-        ppo_cost(CLUSTER, evaluation=evaluation, other=other) for other in (None, OtherEngine(copies=1))
+        ppo_cost(CLUSTER, evaluation=evaluation, other=other) for other in (None, OtherEngine(copies=2))
     )
     call, one = make_graph(n_seqs=64).call("actor_generate"), assign([0])
     part = call.model_copy(update={"chunks": 4})

@@ -102,6 +102,30 @@ def test_a_plan_by_hand_that_vllm_cannot_divide_is_refused(
         Problem(graph, cost).refuse(plan)
 
 
+def test_a_replica_on_several_hosts_is_refused_where_its_head_writes_the_weights_for_a_server(
+    make_graph, ppo_cost
+):
+    """The head reads the memory of the other ranks, which is of one host."""
+    graph, cost = make_graph(n_seqs=64), ppo_cost(Cluster(2, 4), other=OtherEngine(copies=2))
+    problem, generate = Problem(graph, cost), graph.call("actor_generate")
+
+    def given(**degrees: int) -> CallAssignment:
+        return CallAssignment(placement=Placement(tuple(range(8)), ParallelStrategy(**degrees)))
+
+    for inside in ({"dp": 2, "tp": 4}, {"dp": 8}):
+        problem.refuse(build_plan(graph, {call.name: given(**inside) for call in graph.calls}, Cluster(2, 4)))
+    spans = build_plan(graph, {call.name: given(tp=4, pp=2) for call in graph.calls}, Cluster(2, 4))
+    said = (
+        r"Call 'actor_generate': the weights that a server loads are written by the tp x pp = 8 devices of a "
+        r"replica, which must be of one host of 4\. Choose a plan with a larger dp\."
+    )
+    with pytest.raises(ProblemError, match=said):
+        problem.refuse(spans)
+    assert not any(
+        pair.resident.strategy.tp * pair.resident.strategy.pp > 4 for pair in call_options(problem, generate)
+    )
+
+
 def test_options_keep_in_their_hosts_memory_what_their_plan_keeps_there(problem):
     """Of a reference that follows the actor, too: it changes, so commits have it."""
     asked, whole = problem(), ParallelStrategy(dp=2, tp=4)

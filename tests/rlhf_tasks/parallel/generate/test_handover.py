@@ -1,14 +1,17 @@
 """Weights in memory that processes share: what a reader finds there is what files would hold."""
 
+import ctypes
 import json
 import os
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from prefect_rlhf.rlhf_tasks.parallel.comm import shared_weights
 from prefect_rlhf.rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_sets
 from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import (
     HostMemory,
@@ -21,6 +24,7 @@ from prefect_rlhf.rlhf_tasks.parallel.comm.shared_weights import (
     opening,
     parts_of,
 )
+from prefect_rlhf.rlhf_tasks.parallel.generate.beside import GenerationFault
 from prefect_rlhf.rlhf_tasks.parallel.generate.handover import CPU, Handover
 from prefect_rlhf.rlhf_tasks.parallel.layout.slices import Interval, Layout
 from prefect_rlhf.rlhf_tasks.parallel.model.weights import stored_rows
@@ -180,6 +184,63 @@ def test_a_tensor_of_which_a_part_is_missing_is_refused():
         list(assembled(parts, {"a": [3]}, CPU))
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "whole"),
+    [
+        (slice(0, 2, 1), slice(0, 2, 1), False),
+        (slice(0, 2, 1), slice(1, 3, 1), False),
+        (slice(0, 3, 2), slice(2, 5, 2), False),
+        (slice(0, 2, 1), slice(2, 4, 1), True),
+        (slice(0, 3, 2), slice(1, 4, 2), True),
+    ],
+    ids=str,
+)
+def test_parts_that_overlap_are_refused_though_they_have_as_many_numbers(first, second, whole):
+    """Each has half of a tensor's rows. What no part covers would be whatever was in memory."""
+    parts = {"a": [((rows, slice(0, 3, 1)), torch.full((2, 3), i)) for i, rows in enumerate((first, second))]}
+    if whole:
+        ((_, tensor),) = assembled(parts, {"a": [4, 3]}, CPU)
+        assert tensor.sum() == 6
+    else:
+        with pytest.raises(ValueError, match="a has numbers that were handed over twice"):
+            list(assembled(parts, {"a": [4, 3]}, CPU))
+
+
+def other_bits(rank, world) -> str:
+    """What the head says where one bit of the memory has changed since it was written."""
+    layout, whole = Layout(model(), "lm", place([0])), whole_model(model(), "lm", torch.float32)
+    handover = Handover()
+    handed = handover.write(engine_of(layout, ProcessGroups([(0,)], 240.0, CPU), whole, 0))
+    assert handed is not None
+    assert len(dict(handover.tensors())) == len(whole)
+    opened(handed["ranks"][0]["memories"][0])[0] ^= 1
+    try:
+        handover.tensors()
+    except GenerationFault as fault:
+        return str(fault)
+    return ""
+
+
+@pytest.mark.dist
+def test_a_head_that_finds_other_bits_than_were_handed_over_names_the_tensor(ranks):
+    (said,) = ranks.run(1, other_bits)
+    assert said == "the head finds other bits of 'model.embed_tokens.weight' than ranks have handed over"
+
+
+def fits(rank, world, shape) -> bool:
+    layout, whole = Layout(shape, "lm", place([0])), whole_model(shape, "lm", torch.bfloat16)
+    handed = Handover().write(engine_of(layout, ProcessGroups([(0,)], 240.0, CPU), whole, 0))
+    return read(handed).keys() == {name for spec in layout.parameters for name in spec.stored}
+
+
+@pytest.mark.dist
+def test_several_parameters_of_one_tensor_of_files_have_room_though_each_begins_anew(ranks):
+    """Queries, keys, values, gates and ups of phi3 have 33 x 2 numbers, 132 bytes, and begin at multiples of 64."""
+    sizes = {"layers": 2, "hidden": 2, "intermediate": 33, "query_heads": 1, "kv_heads": 1, "head_dim": 33}
+    shape = replace(shape_of(tiny_config("phi3")), **sizes)
+    assert ranks.run(1, fits, shape) == [True]
+
+
 def test_a_digest_tells_any_bit_and_any_two_words_that_change_places():
     memory = HostMemory(1 << 18)
     one, other = (memory.copied(torch.arange(4097 * 2).view(2, 4097).mT + first) for first in (0, 10**6))
@@ -196,6 +257,17 @@ def test_a_digest_tells_any_bit_and_any_two_words_that_change_places():
     assert [name for name in known if swapped[name] != flipped[name]] == ["other"]
     assert len(set(map(digest_of_all, (known, swapped, flipped)))) == 3
     memory.close()
+
+
+def test_a_digest_copies_what_lies_apart_by_pieces(monkeypatch: pytest.MonkeyPatch):
+    """A GPU that lends has no room for a second copy of all experts of a layer."""
+    experts, largest = torch.arange(8 * 4 * 6.0).view(8, 4, 6).mT, list[int]()
+    known, copy = digests_of({"a": [((), experts.contiguous())]}), torch.Tensor.contiguous
+    monkeypatch.setattr(shared_weights, "_WORDS", 24)
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda of: largest.append(of.nbytes) or copy(of))
+    apart = digests_of({"a": [((), experts)]})
+    assert max(largest) == 24 * 8
+    assert apart == digests_of({"a": [((), copy(experts))]}) != known
 
 
 @pytest.mark.parametrize("numbers", [1, 3, 4, 4099])
@@ -215,7 +287,7 @@ HANDLE = (1, b"\x02c\x00\xff", 4096, 512, b"/torch_7_8", 9, b"event", True)
 def test_memory_of_a_gpu_is_opened_by_what_its_owner_says_on_the_same_gpu():
     """Processes that see other GPUs, or see them in another order, number them otherwise."""
     where = json.loads(json.dumps(described("GPU-b", HANDLE)))
-    opened_by = (HANDLE[1], 4096, 512, b"/torch_7_8", 9, b"", False)
+    opened_by = (HANDLE[1], 4096, 512, b"/torch_none", 0, b"", False)
     assert opening(where, ["GPU-b"]) == (0, *opened_by)
     assert opening(where, ["GPU-c", "GPU-a", "GPU-b"]) == (2, *opened_by)
     with pytest.raises(ValueError, match="GPU GPU-b has weights, and is none of those that vLLM sees: GPU-a"):
@@ -223,7 +295,7 @@ def test_memory_of_a_gpu_is_opened_by_what_its_owner_says_on_the_same_gpu():
 
 
 def test_memory_of_a_gpu_that_another_process_may_be_unable_to_open_is_refused():
-    with pytest.raises(ValueError, match="cannot open weights in expandable segments"):
+    with pytest.raises(ValueError, match=r"segments.*PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"):
         described("GPU-b", (1, b"\x02e1234", *HANDLE[2:]))
 
 
@@ -231,25 +303,55 @@ class Buffer(bytearray):
     """It can be seen whether it is still there."""
 
 
-def test_memory_that_is_lent_stays_until_it_is_taken_back_and_is_then_free(monkeypatch: pytest.MonkeyPatch):
-    """On CPUs, with stand-ins for what torch does on GPUs only."""
-    given, back, waited = dict[bytes, Any](), list[Any](), list[Any]()
+class Counters:
+    """What torch counts in a file that owner and readers map: CudaIPCTypes.cpp, StorageSharing.cpp."""
 
-    def share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-        block = b"\x02c%d" % len(given)
-        given[block] = storage.data_ptr(), storage.nbytes()
-        return 1, block, storage.nbytes(), 0, b"/torch_7_8", len(given), b"event", True
+    def __init__(self) -> None:
+        self._of = list[ctypes.c_uint64]()
 
-    def open_again(number: int, block: bytes, size: int, *_: Any) -> torch.UntypedStorage:
-        assert (number, size) == (0, given[block][1])
-        return torch._C._construct_storage_from_data_pointer(given[block][0], CPU, size)
+    def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        self._of.append(ctypes.c_uint64(1))  # for any number of readers
+        return (
+            1,
+            b"\x02c%d" % storage.data_ptr(),
+            storage.nbytes(),
+            0,
+            FILE,
+            len(self._of) - 1,
+            b"event",
+            True,
+        )
 
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    def release(self, file: bytes, at: int) -> None:
+        if file == FILE:  # of a file that does not exist, torch catches the error
+            self._of[at].value -= 1
+
+    def kept(self) -> list[int]:
+        """Those that torch does not free."""
+        return [each.value for each in self._of if each.value > 0]
+
+
+FILE = b"/torch_7_8"
+
+
+@pytest.mark.parametrize("readers", [0, 1, 2])
+def test_memory_that_is_lent_stays_until_it_is_taken_back_and_is_then_free(
+    monkeypatch: pytest.MonkeyPatch, readers: int
+):
+    """On CPUs, with stand-ins for what torch does on GPUs only. A reader that died is as none."""
+    counters, collected, waited, ends = Counters(), list[int](), list[Any](), list[tuple[bytes, int]]()
+
+    def open_again(number: int, block: bytes, size: int, offset: int, *end: Any) -> torch.UntypedStorage:
+        assert (number, offset, *end[2:]) == (0, 0, b"", False)
+        ends.append(end[:2])
+        return torch._C._construct_storage_from_data_pointer(int(block[2:]), CPU, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: counters.share(storage))
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(open_again))
-    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *at: back.append(at))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", counters.release)
     for name, standing_in in {
         "synchronize": waited.append,
-        "ipc_collect": lambda: back.append("collected"),
+        "ipc_collect": lambda: collected.append(len(counters.kept())),
         "device_count": lambda: 1,
         "get_device_properties": lambda device: SimpleNamespace(uuid="GPU-b"),
     }.items():
@@ -258,14 +360,18 @@ def test_memory_that_is_lent_stays_until_it_is_taken_back_and_is_then_free(monke
     lent, alive = Lent(), [weakref.ref(buffer) for buffer in buffers]
     weights = [torch.frombuffer(buffer, dtype=torch.float32) for buffer in buffers]
     expected = [torch.randn(weight.shape, out=weight).clone() for weight in weights]
-    where = [lent.where(weight[1:]) for weight in weights]
+    where = json.loads(json.dumps([lent.where(weight[1:]) for weight in weights]))
     del buffers, weights
     assert waited == [CPU] * 2, "the owner's streams have ended"
-    for each, weight in zip(where, expected, strict=True):
+    for each, weight in [*zip(where, expected, strict=True)] * readers:
         assert torch.equal(opened(each).view(torch.float32), weight)
+    for end in ends:  # each reader has let go
+        counters.release(*end)
+    assert len(ends) == 2 * readers
     assert all(buffer() is not None for buffer in alive), "merged weights are nowhere else"
+    assert counters.kept() == [1, 1]
     lent.take_back()
-    assert back == [(b"/torch_7_8", 1), (b"/torch_7_8", 2), "collected"]
+    assert collected == [0]
     assert not any(buffer() is not None for buffer in alive)
     lent.take_back()
-    assert len(back) == 3, "each is counted out once"
+    assert (collected, counters.kept()) == ([0], []), "each is counted out once"
