@@ -192,9 +192,8 @@ def digests_of(parts: Parts) -> dict[str, str]:
 def _digest(part: Tensor) -> str:
     factors = torch.arange(1, 2 * min(_WORDS, part.nbytes // 8 + 1), 2, device=part.device)
     total = factors.new_zeros(())
-    for rows in part.split(
-        max(1, 8 * _WORDS * len(part) // part.nbytes)
-    ):  # what lies apart is copied by pieces
+    at_once = max(1, 8 * _WORDS * len(part) // part.nbytes)
+    for rows in part.split(at_once):  # what lies apart is copied by pieces
         flat = rows.contiguous().view(-1).view(torch.uint8)
         if len(flat) % 8 or flat.storage_offset() % 8:
             flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
