@@ -135,11 +135,11 @@ def shared(
     memories, pieces, numbers = list[Mapping[str, Any]](), list[list[Any]](), dict[int, int]()
     parts = defaultdict[str, list[tuple[Region, Tensor]]](list)
     for name, region, tensor in mine:
-        at = tensor.untyped_storage().data_ptr()
-        if at not in numbers:
-            numbers[at] = len(memories)
-            memories.append(where(tensor))
-        place = [numbers[at], tensor.storage_offset(), list(tensor.stride())]
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in numbers:
+            memories.append(where(tensor))  # torch moves memory of the host that it shares
+            numbers[storage.data_ptr()] = len(memories) - 1
+        place = [numbers[storage.data_ptr()], tensor.storage_offset(), list(tensor.stride())]
         pieces.append([name, [[each.start, each.stop, each.step] for each in region], *place])
         parts[name].append((region, tensor))
     return {"memories": memories, "pieces": pieces, "digests": digests_of(parts)}
