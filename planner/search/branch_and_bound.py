@@ -382,23 +382,44 @@ def _allow(t: Tree, choice: Ints, allowed: Floats, threshold: float) -> bool:
 
 @inner
 def _fast_enough(r: Relaxation, state: SearchState, threshold: float) -> bool:
-    """Whether the fastest options at the calls' placements, with unlimited memory but for train_steps that must be
-    offloaded, have a period below the threshold.
+    """Whether some options at the calls' placements, with unlimited memory but for train_steps that must be
+    offloaded, have a period below the threshold. Of each call it may be the fastest and, where that fits only
+    offloaded, the fastest that needs no onload.
 
     True if some call has no placement yet.
     """
-    a, n_options = r.arrays, r.arrays.start[-1]
-    rows = state.choice.copy()
-    for call in range(len(rows)):
-        if not placed(r.arrays.options, rows[call]):
+    a, n = r.arrays, r.arrays.n_calls
+    fastest, other = state.choice.copy(), np.full(n, OPEN)
+    for call in range(n):
+        if not placed(r.arrays.options, fastest[call]):
             return True
-        if rows[call] >= n_options:
-            rows[call] = r.below[r.begin[rows[call] - n_options]]
-    for call in range(len(rows)):
+        if fastest[call] >= a.start[-1]:
+            fastest[call], other[call] = _fastest(r, fastest[call])
         if must_offload(r, state.choice, call):
-            rows[call] = _twin(r, call, rows[call])
-    state.counts[1] += 1
-    return priced(a, rows - a.start[: len(rows)], threshold, True)[0] < threshold
+            fastest[call], other[call] = _twin(r, call, fastest[call]), OPEN
+    for others in range(1 << n):  # bit c: call c takes its other option
+        rows, exist = fastest.copy(), True
+        for call in range(n):
+            if others >> call & 1:
+                exist = exist and other[call] != OPEN
+                rows[call] = other[call]
+        if exist:
+            state.counts[1] += 1
+            if priced(a, rows - a.start[:n], threshold, True)[0] < threshold:
+                return True
+    return False
+
+
+@inner
+def _fastest(r: Relaxation, placement: int) -> tuple[int, int]:
+    """The fastest option of a placement; and if it has an onload, the fastest one without (OPEN: there is none)."""
+    place, onloaded = placement - r.arrays.start[-1], r.arrays.options.onloaded
+    rows = r.below[r.begin[place] : r.begin[place + 1]]
+    if onloaded[rows[0]]:
+        for row in rows:
+            if not onloaded[row]:
+                return rows[0], row
+    return rows[0], OPEN
 
 
 @inner

@@ -5,6 +5,7 @@ from time import monotonic
 
 import numpy as np
 import pytest
+from numba import njit
 
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
@@ -32,7 +33,7 @@ from prefect_rlhf.planner.search.search import bound_of
 from prefect_rlhf.rlhf_tasks.algorithms.registry import in_parts
 from prefect_rlhf.rlhf_tasks.spec import OnloadNode
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
-from tests.planner.random_problems import enumerated
+from tests.planner.random_problems import enumerated, random_problem, with_memory
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -347,3 +348,37 @@ def test_of_a_choices_offloaded_twins_the_fastest_is_found(small_problem):
     times = [value.time_s for value in values if value.excess_bytes <= 0]
     (*_, (fastest_s, _)), _ = walked(tree, 1.5 * max(times), nodes=10**9)
     assert fastest_s == pytest.approx(min(times), rel=1e-9)
+
+
+_inner = branch._fast_enough
+
+
+@njit
+def fast_enough(relaxation, state, threshold: float) -> bool:
+    return _inner(relaxation, state, threshold)
+
+
+def test_no_placement_is_cut_because_its_fastest_option_fits_only_offloaded():
+    """A slower option there that stays may make the faster plan: it needs no onload."""
+    tables = Tables(with_memory(random_problem(9), 0.5674e9))
+    tree = search_tree(tables, call_cycles(tables.problem.graph))
+    r, state = tree.relaxation, begin_search(tree, tree.to_options)
+    first, onloaded, random = r.arrays.start[:-1], r.arrays.options.onloaded, np.random.default_rng(0)
+    stays = [
+        (call, row)
+        for call in range(r.arrays.n_calls)
+        for row in range(first[call], r.arrays.offloaded[call])
+        if onloaded[r.below[r.begin[r.above[row] - r.arrays.start[-1]]]] and not onloaded[row]
+    ]
+    checked = 0
+    for _ in range(2000):
+        choice = first + [random.integers(len(options)) for options in tables.options]
+        call, row = stays[random.integers(len(stays))]
+        choice[call] = row
+        found = tables.evaluate((choice - first).tolist())
+        if found.excess_bytes <= 0:
+            resident = choice - (choice >= r.arrays.offloaded) * (r.arrays.offloaded - first)
+            state.choice[:] = r.above[resident]
+            assert fast_enough(r, state, found.time_s * (1 + 1e-9))
+            checked += 1
+    assert checked > 50
