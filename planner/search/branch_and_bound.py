@@ -94,7 +94,7 @@ def search_tree(tables: Tables, cycles: Cycles) -> Tree:
     """The data of searches through a problem's partial choices."""
     r = relaxation(tables)
     o, n = r.arrays.options, r.arrays.start[-1]
-    groups = n + np.flatnonzero(o.strategy[n:] == OPEN)
+    groups = n + np.flatnonzero((o.strategy[n:] == OPEN) & (o.first[n:] == OPEN))
     member = groups
     while (member >= n).any():  # down to some option of each group, whose row tells the call
         member = r.below[r.begin[member - n]]
@@ -348,14 +348,14 @@ def _may_stay(t: Tree, state: SearchState, depth: int, threshold: float) -> bool
     o = r.arrays.options
     row = choice[state.steps[depth]]
     allowed[:] = state.allowed[depth]
-    if o[row].strategy == OPEN:
+    if not placed(o, row):
         fits = _allow(t, choice, allowed, threshold)
         return fits and covers(r, t.cover, choice, state.meet, state.moves, threshold)
     if exceeds_period(r, choice, state.meet, state.moves, threshold, allowed):
         return False
     for call in range(len(allowed)):
         allowed[call] = min(allowed[call], state.allowed[depth, call])
-    return not placed(o, row) or (
+    return (
         covers(r, t.cover, choice, state.meet, state.moves, threshold)
         and not lacks(r, choice, OPEN)
         and _fast_enough(r, state, threshold)
@@ -391,7 +391,7 @@ def _fast_enough(r: Relaxation, state: SearchState, threshold: float) -> bool:
     a, n = r.arrays, r.arrays.n_calls
     fastest, other = state.choice.copy(), np.full(n, OPEN)
     for call in range(n):
-        if not placed(r.arrays.options, fastest[call]):
+        if r.arrays.options[fastest[call]].place == OPEN:
             return True
         if fastest[call] >= a.start[-1]:
             fastest[call], other[call] = _fastest(r, fastest[call])

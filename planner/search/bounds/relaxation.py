@@ -3,16 +3,19 @@
 Rows form a hierarchy with four levels:
 - an option;
 - a placement: all options at it, which differ in micro-batches;
-- a kind: all options with one strategy on meshes of one size;
+- a mesh: all options on it;
 - a group: all options on meshes of one size.
-In every figure that the bounds use, a row is as good as the best of the options that it stands for.
+Meshes stand above strategies, because most options are cut for their mesh: the calls on its devices take too long
+together. In every figure that the bounds use, a row is as good as the best of the options that it stands for.
 
-A move is the reallocation of a trained role's parameters to one of its readers.
+A move is the reallocation of a trained role's parameters to one of its readers. Between rows without meshes it is
+bounded by kinds: a kind is a row of all options with one strategy on meshes of one size. It is below no other row.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
 # (compiled code takes elements of arrays for the numbers they are)
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,10 +40,11 @@ KNOWN_MOVES = 1 << 18  # entries of the cache of moves; newer entries replace ol
 class Relaxation(NamedTuple):
     """The bounds' data about a problem, besides its arrays. Options are given by row. Numbers are int64 and float64.
 
-    arrays        of the problem. After the options come the rows of placements, kinds and groups. first, where and
-                  place are OPEN in rows without placement (kinds, groups); strategy is OPEN in groups
-    above         [rows] the row one level up; OPEN for groups and for offloaded options
+    arrays        of the problem. After the options come the rows of placements, meshes, groups and kinds. where and
+                  place are OPEN in rows without placement; first in groups and kinds; strategy in meshes and groups
+    above         [rows] the row one level up; OPEN for groups, kinds and offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
+    kinds         [rows, 2] the first kind that the options of a row may have, and the one after the last; not of options
     least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; and of the resident
                   bytes and of the onload's if it is offloaded, where it can be
     away_s        [rows] the least seconds that a train_step takes more if it is offloaded; 0: other calls
@@ -59,6 +63,7 @@ class Relaxation(NamedTuple):
     above: Ints
     begin: Ints
     below: Ints
+    kinds: Ints
     least: Floats
     away_s: Floats
     while_idle: Bools
@@ -83,14 +88,15 @@ def relaxation(tables: Tables) -> Relaxation:
     number = {name: i for i, name in enumerate(names)}
     ordered = data_order(graph)
     moves = np.array(_moves(tables, number), np.int64).reshape(-1, 4).T.copy()
-    roles, (options, above, begin, below, least, away_s) = [call.role for call in graph.calls], _rows(arrays)
+    roles, (rows, above, kinds) = [call.role for call in graph.calls], _levels(arrays)
     return Relaxation(
-        arrays=arrays._replace(options=options),
+        arrays=arrays._replace(options=rows.options),
         above=above,
-        begin=begin,
-        below=below,
-        least=least,
-        away_s=away_s,
+        begin=rows.begin,
+        below=rows.below,
+        kinds=kinds,
+        least=rows.least,
+        away_s=rows.away_s,
         while_idle=np.array([[b in idle for b in names] for idle in map(graph.while_idle, roles)]),
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
@@ -108,43 +114,56 @@ def relaxation(tables: Tables) -> Relaxation:
     )
 
 
-_RUNGS = (
-    (("place",), ()),
-    (("size", "strategy"), ("first", "where", "place")),
-    (("size",), ("first", "where", "place", "strategy")),
-)
-"""For placements, kinds and groups: the columns that their members have in common, and those that become OPEN."""
+class _Rows:
+    """The rows so far. Arguments are the arrays of a problem, whose options are the first rows."""
 
+    def __init__(self, arrays: Arrays) -> None:
+        self.options = arrays.options
+        self.call = np.searchsorted(arrays.start, np.arange(len(arrays.options)), side="right") - 1
+        self.least, self.away_s = _least_stages(arrays)
+        self.begin, self.below = np.zeros(1, np.int64), np.zeros(0, np.int64)
 
-def _rows(arrays: Arrays) -> tuple[Rows, Ints, Ints, Ints, Floats, Floats]:
-    """(options, above, begin, below, least, away_s) of Relaxation, for the rows of all levels: each pass of the loop
-    groups the rows of one level into those of the next."""
-    options, n = arrays.options, len(arrays.options)
-    call = np.searchsorted(arrays.start, np.arange(n), side="right") - 1
-    members = np.flatnonzero(np.arange(n) < arrays.offloaded[call])
-    least, away_s = _least_stages(arrays)
-    above, begin, below = np.full(n, OPEN), [np.zeros(1, np.int64)], list[Ints]()
-    for alike, opened in _RUNGS:
-        keys = np.stack([call[members], *(options[name][members] for name in alike)])
-        order = np.lexsort((options.seconds[members], *keys[::-1]))
+    def merge(self, members: Ints, alike: Sequence[str], opened: Sequence[str]) -> tuple[Ints, Ints]:
+        """Adds a row for each set of a call's rows that have the columns `alike` in common.
+
+        opened  columns that become OPEN
+        Returns `members`, set by set and fastest first, and the new row of each.
+        """
+        keys = np.stack([self.call[members], *(self.options[name][members] for name in alike)])
+        order = np.lexsort((self.options.seconds[members], *keys[::-1]))
         members, new = members[order], np.diff(keys[:, order]).any(axis=0)
-        starts = np.concatenate([[0], 1 + np.flatnonzero(new)])
-        rows = options[members[starts]].copy()  # the fastest member, since each run is sorted by seconds
+        starts, first = np.concatenate([[0], 1 + np.flatnonzero(new)]), len(self.options)
+        rows = self.options[members[starts]].copy()  # the fastest members
         for trailing in ("save_s", "evaluate_s"):
-            rows[trailing] = np.minimum.reduceat(options[trailing][members], starts)
+            rows[trailing] = np.minimum.reduceat(self.options[trailing][members], starts)
         for name in opened:
             rows[name] = OPEN
-        begin.append(begin[-1][-1] + np.append(starts[1:], len(members)))
-        below.append(members)
-        first = len(options)
-        above[members] = first + np.cumsum(np.concatenate([[0], new]))
-        above = np.concatenate([above, np.full(len(rows), OPEN)])
-        call = np.concatenate([call, call[members[starts]]])
-        least = np.concatenate([least, np.minimum.reduceat(least[members], starts)])
-        away_s = np.concatenate([away_s, np.minimum.reduceat(away_s[members], starts)])
-        options = np.concatenate([options, rows]).view(np.recarray)
-        members = first + np.arange(len(rows))
-    return options, above, np.concatenate(begin), np.concatenate(below), least, away_s
+        self.options = np.concatenate([self.options, rows]).view(np.recarray)
+        self.call = np.concatenate([self.call, self.call[members[starts]]])
+        self.least = np.concatenate([self.least, np.minimum.reduceat(self.least[members], starts)])
+        self.away_s = np.concatenate([self.away_s, np.minimum.reduceat(self.away_s[members], starts)])
+        self.begin = np.concatenate([self.begin, self.begin[-1] + np.append(starts[1:], len(members))])
+        self.below = np.concatenate([self.below, members])
+        return members, first + np.cumsum(np.concatenate([[0], new]))
+
+
+def _levels(arrays: Arrays) -> tuple[_Rows, Ints, Ints]:
+    """The rows of all levels; above and kinds of Relaxation."""
+    rows = _Rows(arrays)
+    members = np.flatnonzero(np.arange(len(rows.call)) < arrays.offloaded[rows.call])
+    levels = [rows.merge(members, ("place",), ())]
+    placements = np.unique(levels[0][1])
+    levels.append(rows.merge(placements, ("size", "first"), ("where", "place", "strategy")))
+    levels.append(rows.merge(np.unique(levels[1][1]), ("size",), ("first", "where", "place", "strategy")))
+    placements, kind = rows.merge(placements, ("size", "strategy"), ("first", "where", "place"))
+    above = np.full(len(rows.options), OPEN)
+    for members, row in levels:
+        above[members] = row
+    kinds = np.stack([np.full(len(above), len(above)), np.zeros(len(above), np.int64)], axis=1)
+    for row in (kind, placements, above[placements], above[above[placements]]):
+        np.minimum.at(kinds[:, 0], row, kind)
+        np.maximum.at(kinds[:, 1], row, kind + 1)
+    return rows, above, kinds
 
 
 def _least_stages(arrays: Arrays) -> tuple[Floats, Floats]:
@@ -181,7 +200,7 @@ def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, 
 
 @inner
 def placed(options: Rows, row: int) -> bool:
-    """Whether a row has a placement."""
+    """Whether a row has a mesh."""
     return row != OPEN and options[row].first != OPEN
 
 
@@ -223,39 +242,42 @@ def move_s(r: Relaxation, move: int, trainer: int, reader: int) -> float:
 def moves_s(r: Relaxation, move: int, trainer: int, reader: int, out: Floats) -> None:
     """Writes the seconds of a move between two rows to out, [4] float64 (ALONE, TRAINER, READER, BOTH)."""
     o = r.arrays.options
-    if o[trainer].first != OPEN and o[reader].first != OPEN:
+    if o[trainer].place != OPEN and o[reader].place != OPEN:
         out[:] = move_s(r, move, trainer, reader)
         return
-    a = _unplaced(r, trainer)
-    b = _unplaced(r, reader)
+    on_meshes = placed(o, trainer) and placed(o, reader)
+    a = _known(r, trainer, on_meshes)
+    b = _known(r, reader, on_meshes)
     # One number for move and rows. The cache is direct-mapped: a slot for each remainder.
     key = (move * len(o) + a) * len(o) + b
     slot = key % len(r.keys)
     if r.keys[slot] != key:
-        _least_moves(r, move, a, b, r.known_s[slot])
+        _least_moves(r, move, a, b, on_meshes, r.known_s[slot])
         r.keys[slot] = key
     out[:] = r.known_s[slot]
 
 
 @inner
-def _unplaced(r: Relaxation, row: int) -> int:
-    """The kind of a row with a placement; any other row itself."""
-    while r.arrays.options[row].first != OPEN:
-        row = r.above[row]
-    return row
+def _known(r: Relaxation, row: int, on_mesh: bool) -> int:
+    """The row whose moves are those of a row: of an option its placement; without the mesh its kind."""
+    if r.arrays.options[row].place == OPEN:
+        return row
+    placement = row if row >= r.arrays.start[-1] else r.above[row]
+    return placement if on_mesh else r.kinds[placement, 0]
 
 
 @inner
-def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, out: Floats) -> None:
-    """`moves_s` of two rows without placement: the minima over the kinds of both."""
+def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, on_meshes: bool, out: Floats) -> None:
+    """`moves_s` of two rows: the minima over the placements of both, or over the kinds if one has no mesh."""
     o = r.arrays.options
     out[:] = np.inf
-    for i in range(_n_kinds(r, trainer)):
-        a = _kind(r, trainer, i)
-        for j in range(_n_kinds(r, reader)):
-            b = _kind(r, reader, j)
-            taken = _least_move_s(r, move, a, b)
-            slower_a, slower_b = o[a].seconds - o[trainer].seconds, o[b].seconds - o[reader].seconds
+    for i in range(_n_candidates(r, trainer, on_meshes)):
+        a = _candidate(r, trainer, on_meshes, i)
+        for j in range(_n_candidates(r, reader, on_meshes)):
+            b = _candidate(r, reader, on_meshes, j)
+            taken = move_s(r, move, a, b) if on_meshes else _least_move_s(r, move, a, b)
+            slower_a = max(o[a].seconds - o[trainer].seconds, 0.0)
+            slower_b = max(o[b].seconds - o[reader].seconds, 0.0)
             out[ALONE] = min(out[ALONE], taken)
             out[TRAINER] = min(out[TRAINER], taken + slower_a)
             out[READER] = min(out[READER], taken + slower_b)
@@ -263,16 +285,20 @@ def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, out: Float
 
 
 @inner
-def _n_kinds(r: Relaxation, row: int) -> int:
-    """The number of a group's kinds; 1 for a kind."""
+def _n_candidates(r: Relaxation, row: int, on_meshes: bool) -> int:
+    """The number of a row's placements, or of its kinds."""
+    if not on_meshes:
+        return r.kinds[row, 1] - r.kinds[row, 0]
     i = row - r.arrays.start[-1]
-    return r.begin[i + 1] - r.begin[i] if r.arrays.options[row].strategy == OPEN else 1
+    return r.begin[i + 1] - r.begin[i] if r.arrays.options[row].place == OPEN else 1
 
 
 @inner
-def _kind(r: Relaxation, row: int, i: int) -> int:
-    """Kind i of a group; a kind itself."""
-    return r.below[r.begin[row - r.arrays.start[-1]] + i] if r.arrays.options[row].strategy == OPEN else row
+def _candidate(r: Relaxation, row: int, on_meshes: bool, i: int) -> int:
+    """Placement i of a row, or its kind i."""
+    if not on_meshes:
+        return r.kinds[row, 0] + i
+    return r.below[r.begin[row - r.arrays.start[-1]] + i] if r.arrays.options[row].place == OPEN else row
 
 
 @inner
@@ -315,7 +341,7 @@ def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
                 static[call] += r.least[row, 1]
     for k in range(len(r.reader)):
         reader, trainer = choice[r.reader[k]], choice[r.trainer[k]]
-        if placed(o, reader) and placed(o, trainer) and o[reader].place != o[trainer].place:
+        if placed(o, reader) and placed(o, trainer) and not _may_coincide(o, reader, trainer):
             needed[r.reader[k]] += r.least[reader, 2]
     for row in choice:
         if placed(o, row):
@@ -344,10 +370,19 @@ def must_offload(r: Relaxation, choice: Ints, call: int) -> bool:
 
 
 @inner
+def _may_coincide(options: Rows, a: int, b: int) -> bool:
+    """Whether two rows with meshes may have the same placement."""
+    one, other = options[a], options[b]
+    if one.place != OPEN and other.place != OPEN:
+        return one.place == other.place
+    return one.first == other.first and one.size == other.size
+
+
+@inner
 def _stands_before(options: Rows, weights: Ints, choice: Ints, call: int) -> bool:
-    """Whether an earlier call with the same weights has the same placement, so that they share what is frozen."""
+    """Whether an earlier call with the same weights may have the same placement, so that they share what is frozen."""
     for other in range(call):
         same = weights[other] == weights[call] and placed(options, choice[other])
-        if same and options[choice[other]].place == options[choice[call]].place:
+        if same and _may_coincide(options, choice[other], choice[call]):
             return True
     return False
