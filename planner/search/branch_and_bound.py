@@ -103,12 +103,9 @@ def search_tree(tables: Tables, cycles: Cycles) -> Tree:
     start = np.searchsorted(call, np.arange(r.arrays.n_calls + 1))
     load = o.seconds * o["size"]
     lightest = np.array([load[a:b].min() for a, b in pairwise(r.arrays.start)])
-    heaviest = np.argsort(-lightest, kind="stable")
-    # Calls with moves come first, so that moves are priced early.
-    moved = sorted(heaviest, key=lambda call: call not in {*r.trainer, *r.reader})
-    placing = [call for call in moved for _ in range(2)]  # first a strategy, then a placement
-    to_options = np.concatenate([heaviest, placing, moved])
-    return Tree(r, start, groups, lightest, cycles, covering(tables.problem.graph), heaviest, to_options)
+    heaviest, rungs = np.argsort(-lightest, kind="stable"), 4
+    cover = covering(tables.problem.graph)
+    return Tree(r, start, groups, lightest, cycles, cover, heaviest, np.tile(heaviest, rungs))
 
 
 class SearchState(NamedTuple):
