@@ -10,7 +10,7 @@ from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.search.bounds.relaxation import OPEN, Relaxation, moves_s, relation
 from prefect_rlhf.planner.search.compiled.tables import Tables
 
-OPTION, PLACEMENT, KIND, GROUP = range(4)
+OPTION, PLACEMENT, MESH, GROUP = range(4)
 """How many rungs above an option: what is known of a call."""
 
 
@@ -59,7 +59,7 @@ def partial_choices(tables: Tables, r: Relaxation, n_choices: int) -> Iterator[P
         for without, rungs in (
             (0.0, OPTION),
             (0.0, PLACEMENT),
-            (0.0, KIND),
+            (0.0, MESH),
             (0.0, GROUP),
             (0.5, 0),
             (0.2, None),

@@ -24,17 +24,17 @@ from prefect_rlhf.planner.search.bounds.relaxation import (
 from prefect_rlhf.planner.search.compiled.tables import Tables
 from prefect_rlhf.rlhf_tasks.algorithms.registry import in_parts
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
-from tests.planner.partial import GROUP, KIND, OPTION, PLACEMENT, checked_after_training, partial_choices
+from tests.planner.partial import GROUP, MESH, OPTION, PLACEMENT, checked_after_training, partial_choices
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
 
 @pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
 def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem, cluster):
-    """On PPO: calls open or known by option, placement, strategy or size."""
+    """On PPO: calls open or known by option, placement, mesh or size."""
     tables = Tables(small_problem(cluster, memory=0.5e9))
     assert any(option.offload for options in tables.options for option in options)
-    r, tight, lacking = relaxation(tables), dict.fromkeys((OPTION, PLACEMENT, KIND, GROUP), 0), 0
+    r, tight, lacking = relaxation(tables), dict.fromkeys((OPTION, PLACEMENT, MESH, GROUP), 0), 0
     slower = 0
     allowed = np.zeros(r.arrays.n_calls)
     for p in partial_choices(tables, r, 200):
@@ -46,7 +46,7 @@ def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem
             slower += p.excess_bytes == 0 and bool(_must_offload(r, p).any())
     assert tight[OPTION] > 150
     assert tight[PLACEMENT] > 150
-    assert tight[KIND] > 100
+    assert tight[MESH] > 100
     assert tight[GROUP] > 50
     assert lacking > 30
     assert slower > 10

@@ -7,7 +7,9 @@ from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.search.bounds.relaxation import OPEN, move_s, moves_s, relaxation
 from prefect_rlhf.planner.search.compiled.tables import Tables
-from tests.planner.partial import KIND, raised
+from tests.planner.partial import GROUP, MESH, PLACEMENT, raised
+
+KIND = 4  # beside OPTION .. GROUP: it is above a placement, and below nothing
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -18,11 +20,17 @@ def test_a_row_is_as_good_as_each_option_that_it_stands_for(small_problem, clust
     r, random = relaxation(Tables(small_problem(cluster))), np.random.default_rng(1)
     o, options = r.arrays.options, np.arange(r.arrays.start[-1])
     options = options[r.above[options] != OPEN]
-    for rungs in (1, 2, 3):
-        above = np.array([raised(r, row, rungs) for row in options])
-        assert (o["size"][above] == o["size"][options]).all()
-        assert all((o.strategy[above] == o.strategy[options]) if rungs < 3 else o.strategy[above] == OPEN)
-        assert all((o.place[above] == o.place[options]) if rungs < 2 else o.place[above] == OPEN)
+    common = {
+        PLACEMENT: ("size", "first", "strategy", "place"),
+        MESH: ("size", "first"),
+        GROUP: ("size",),
+        KIND: ("size", "strategy"),
+    }
+    for level, columns in common.items():
+        above = np.array([_raised(r, row, level) for row in options])
+        for name in ("size", "first", "strategy", "place"):
+            known = o[name][options] if name in columns else OPEN
+            assert (o[name][above] == known).all()
         for figures in (o.seconds, o.save_s):
             assert (figures[above] <= figures[options]).all()
         assert (r.least[above] <= r.least[options]).all()
@@ -31,13 +39,18 @@ def test_a_row_is_as_good_as_each_option_that_it_stands_for(small_problem, clust
         k = random.integers(len(r.trainer))
         ends = [random.choice(_of_call(r, call)) for call in (r.trainer[k], r.reader[k])]
         moved_s = move_s(r, k, *ends)
-        known = [raised(r, row, int(random.integers(4))) for row in ends]
+        known = [_raised(r, row, int(random.integers(5))) for row in ends]
         moves_s(r, k, *known, least)
         slower = [o.seconds[row] - o.seconds[other] for row, other in zip(ends, known, strict=True)]
         taken = moved_s + np.array([0.0, slower[0], slower[1], sum(slower)])
         assert all(least <= taken + 1e-12)
         joined += least[3] > least[0]
     assert joined > 20
+
+
+def _raised(r, row: int, level: int) -> int:
+    """The row of an option that is on a level."""
+    return int(r.kinds[raised(r, row, PLACEMENT), 0]) if level == KIND else raised(r, row, level)
 
 
 def _of_call(r, call: int) -> np.ndarray:
@@ -57,7 +70,7 @@ def test_a_move_takes_no_less_than_the_least_between_its_kinds(make_graph, ppo_c
         k = random.integers(len(r.trainer))
         ends = [random.choice(_of_call(r, call)) for call in (r.trainer[k], r.reader[k])]
         taken_s = move_s(r, k, *ends)
-        moves_s(r, k, *(raised(r, row, KIND) for row in ends), least)
+        moves_s(r, k, *(_raised(r, row, KIND) for row in ends), least)
         assert least[0] <= taken_s * (1 + 1e-9)
         bounded += least[0] > 0.5 * taken_s
     assert bounded > 100
