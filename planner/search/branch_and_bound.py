@@ -4,10 +4,10 @@ A bisection chooses thresholds between the proved lower bound and the best plan'
 has a bound. The first thresholds are tested with the sizes of meshes alone, which takes little time. `proof_class`
 says in words for which plans bounds and proofs hold.
 
-Each threshold is tested by a compiled depth-first search of the tree of partial choices. Its levels are: the group of
-every call (all options on meshes of one size); for one call after another, a strategy and a placement; and the
-micro-batches (planner/search/bounds/relaxation.py). Offloaded options are in no group: the bounds are the same for
-their resident twins (planner/search/compiled/arrays.py).
+Each threshold is tested by a compiled depth-first search of the tree of partial choices. All calls get a group (all
+options on meshes of one size), then all get a mesh, then a strategy, then micro-batches
+(planner/search/bounds/relaxation.py); in each of these rounds the calls with the largest load come first. Offloaded
+options are in no group: the bounds are the same for their resident twins (planner/search/compiled/arrays.py).
 
 A branch is cut if all its completions provably exceed the threshold (bounds/period_bound.py), or if they lack memory.
 The remaining complete choices are priced exactly, with every subset of calls replaced by their offloaded twins.
@@ -65,6 +65,7 @@ LOOK_S = 0.1  # about the seconds between later readings
 ANYTHING = 4  # without a plan, the upper bound is this many times the sum of all calls' slowest options
 PROVED = 5e-10  # relative; thresholds stay this far below the best plan's time
 LAST_STEP = 5e-3  # relative; with a smaller gap, the threshold is the best plan's time itself
+LEVELS = 4  # of a search down to options: groups, meshes, strategies, micro-batches
 GROUP_STEP = 1e-3  # relative; precision of the bisection by groups
 PATIENCE = 0.25  # share of the time left after which a search is abandoned for one with a lower threshold
 WALK = 0.7  # share of the time left that the random walk then has, where calls are cut into parts
@@ -76,8 +77,8 @@ class Tree(NamedTuple):
     start       [calls + 1] the groups of call c are group[start[c]] .. group[start[c + 1] - 1], fastest first
     group       [groups] rows of Relaxation
     lightest    [calls] float64: the least load (seconds x devices) of each call's options
-    by_size, to_options  [steps] steps of a search (SearchState): by groups, and down to options. The calls whose
-                lightest options have the largest load come first
+    by_size, to_options  [steps] steps of a search (SearchState): by groups, and down to options. In each round the
+                calls whose lightest options have the largest load come first
     """
 
     relaxation: Relaxation
@@ -103,9 +104,8 @@ def search_tree(tables: Tables, cycles: Cycles) -> Tree:
     start = np.searchsorted(call, np.arange(r.arrays.n_calls + 1))
     load = o.seconds * o["size"]
     lightest = np.array([load[a:b].min() for a, b in pairwise(r.arrays.start)])
-    heaviest, rungs = np.argsort(-lightest, kind="stable"), 4
-    cover = covering(tables.problem.graph)
-    return Tree(r, start, groups, lightest, cycles, cover, heaviest, np.tile(heaviest, rungs))
+    heaviest, cover = np.argsort(-lightest, kind="stable"), covering(tables.problem.graph)
+    return Tree(r, start, groups, lightest, cycles, cover, heaviest, np.tile(heaviest, LEVELS))
 
 
 class SearchState(NamedTuple):

@@ -44,7 +44,7 @@ class Relaxation(NamedTuple):
                   place are OPEN in rows without placement; first in groups and kinds; strategy in meshes and groups
     above         [rows] the row one level up; OPEN for groups, kinds and offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
-    kinds         [rows, 2] the first kind that the options of a row may have, and the one after the last; not of options
+    kinds         [rows, 2] the first kind that a row's options may have, and the one after the last; not of options
     least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; and of the resident
                   bytes and of the onload's if it is offloaded, where it can be
     away_s        [rows] the least seconds that a train_step takes more if it is offloaded; 0: other calls
@@ -380,7 +380,7 @@ def _may_coincide(options: Rows, a: int, b: int) -> bool:
 
 @inner
 def _stands_before(options: Rows, weights: Ints, choice: Ints, call: int) -> bool:
-    """Whether an earlier call with the same weights may have the same placement, so that they share what is frozen."""
+    """Whether an earlier call with the same weights may have the same placement: they then share what is frozen."""
     for other in range(call):
         same = weights[other] == weights[call] and placed(options, choice[other])
         if same and _may_coincide(options, choice[other], choice[call]):
