@@ -34,7 +34,7 @@ Left out are:
   memory is their host's. Offloading only costs time, so it gains nothing then.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import add, sub
@@ -217,6 +217,8 @@ def all_options(
     classes = problem.model.classes
     on_hosts = any(device.is_on_host for device in classes.profiles)
 
+    known = dict[Hashable, list[Pair]]()
+
     def priced(sharded: bool) -> list[tuple[Pair, ...]]:
         return [
             call_options(
@@ -227,6 +229,7 @@ def all_options(
                 few,
                 not on_hosts and _may_offload(problem, call),
                 sharded,
+                known,
             )
             for call in problem.graph.calls
         ]
@@ -297,6 +300,7 @@ def call_options(
     few: bool = False,
     offload: bool = False,
     sharded: bool = False,
+    known: dict[Hashable, list[Pair]] | None = None,
 ) -> tuple[Pair, ...]:
     """All options of a call, sorted by mesh and strategy.
 
@@ -304,6 +308,7 @@ def call_options(
     few      with few numbers of micro-batches (`micro_batch_counts`)
     offload  with offloaded ones; where only the offloaded one fits, it stands for both
     sharded  with sharded weights also where whole ones fit
+    known    gets what is priced, for the same call with another value of `sharded`
     Raises ProblemError when none fits; it names the smallest shortfall and the fields that would reduce it. Raises
     OptionsTakeTooLongError when the deadline has passed.
     """
@@ -313,6 +318,7 @@ def call_options(
         if among is None
         else sorted({DeviceMesh.of(cluster, placement.devices) for placement in among})
     )
+    known = {} if known is None else known
     wanted = {placement.strategy for placement in among or ()}
     priced: dict[tuple[Any, ...], list[Pair]] = {}
     shortfalls: list[tuple[float, Option]] = []
@@ -336,17 +342,28 @@ def call_options(
                     )
                 rooms = _rooms(strategy, mesh.first, classes)
                 price = partial(_fitting_pairs, problem, call, mesh.first, rooms, shortfalls, few, offload)
-                pairs = price(strategy) if strategy in asked_for else []
-                lacks_whole = sharded or not any(not pair.resident.offload for pair in pairs)
+                whole = _once(known, (call.name, like, strategy), price) if strategy in asked_for else []
+                fitting += whole
+                lacks_whole = sharded or not any(not pair.resident.offload for pair in whole)
                 for shares in _sharded(call, strategy):
                     if shares in asked_for or (lacks_whole and not wanted):
-                        pairs += price(shares)
-                fitting += pairs
+                        fitting += _once(known, (call.name, like, shares), price)
             priced[like] = fitting
         found += [pair.at(mesh.first) for pair in priced[like]]
     if not found:
         raise ProblemError(_none_fits(problem, call, shortfalls))
     return tuple(found)
+
+
+def _once(
+    known: dict[Hashable, list[Pair]],
+    key: tuple[str, Hashable, ParallelStrategy],
+    price: Callable[[ParallelStrategy], list[Pair]],
+) -> list[Pair]:
+    """The options under a strategy. key: call, meshes that are alike, strategy"""
+    if key not in known:
+        known[key] = price(key[2])
+    return known[key]
 
 
 def _sharded(call: ModelFunctionCall, strategy: ParallelStrategy) -> list[ParallelStrategy]:

@@ -401,19 +401,33 @@ def n_patterns(graph: DataflowGraph) -> int:
     return math.prod(len(sides) * len(places) for sides, places in radices(graph))
 
 
-def _may_be(firsts: Sequence[int], own: Sequence[Set[tuple[int, int]]]) -> bool:
+class _Common(dict[int, Set[tuple[int, int]]]):
+    """Set of calls -> the values that all of them may have. Bit c of a set stands for call c. own: [calls] the values
+    that each may have"""
+
+    def __init__(self, own: Sequence[Set[tuple[int, int]]]) -> None:
+        super().__init__((1 << call, values) for call, values in enumerate(own))
+
+    def __missing__(self, calls: int) -> Set[tuple[int, int]]:
+        last = 1 << (calls.bit_length() - 1)
+        self[calls] = self[calls ^ last] & self[last]
+        return self[calls]
+
+
+def _may_be(firsts: Sequence[int], common: _Common) -> bool:
     """Whether calls can have values of their own so that those with one first call, and only they, have the same.
 
     Calls whose values are certain are told apart; of the others only their number is looked at.
     """
-    common: dict[int, Set[tuple[int, int]]] = {}
+    alike: dict[int, int] = {}
     for call, first in enumerate(firsts):
-        common[first] = common.get(first, own[call]) & own[call]
-    certain = [values for values in common.values() if len(values) == 1]
+        alike[first] = alike.get(first, 0) | 1 << call
+    values = [common[calls] for calls in alike.values()]
+    certain = [of_calls for of_calls in values if len(of_calls) == 1]
     return (
-        all(common.values())
+        all(values)
         and len(set().union(*certain)) == len(certain)
-        and len(set().union(*common.values())) >= len(common)
+        and (max(map(len, values)) >= len(values) or len(set().union(*values)) >= len(values))
     )
 
 
@@ -421,12 +435,14 @@ def _patterns(graph: DataflowGraph, rows: Rows, start: Ints) -> Iterator[Pattern
     """The patterns that options may have. rows, start: Arrays.options, Arrays.start."""
     names = [call.name for call in graph.calls]
     digits = radices(graph)
-    own_sides = [{(0, side) for side in rows["where"][a:b].tolist()} for a, b in pairwise(start)]
+    own_sides = _Common([{(0, side) for side in rows["where"][a:b].tolist()} for a, b in pairwise(start)])
     # Only calls of one trained role are asked whether their placements are equal.
-    own_places = [
-        {(firsts[0], place) for place in rows["place"][a:b].tolist()}
-        for (a, b), (_, firsts) in zip(pairwise(start), digits, strict=True)
-    ]
+    own_places = _Common(
+        [
+            {(firsts[0], place) for place in rows["place"][a:b].tolist()}
+            for (a, b), (_, firsts) in zip(pairwise(start), digits, strict=True)
+        ]
+    )
 
     def grow(number: int, sides: list[int], places: list[int]) -> Iterator[tuple[int, list[int], list[int]]]:
         i = len(sides)
