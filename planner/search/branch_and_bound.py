@@ -50,7 +50,7 @@ from prefect_rlhf.planner.search.bounds.relaxation import (
     may_offload,
     moves_s,
     must_offload,
-    placed,
+    on_mesh,
     relation,
     relaxation,
     seconds_of,
@@ -96,12 +96,8 @@ def search_tree(tables: Tables, cycles: Cycles) -> Tree:
     r = relaxation(tables)
     o, n = r.arrays.options, r.arrays.start[-1]
     groups = n + np.flatnonzero((o.strategy[n:] == OPEN) & (o.first[n:] == OPEN))
-    member = groups
-    while (member >= n).any():  # down to some option of each group, whose row tells the call
-        member = r.below[r.begin[member - n]]
-    call = np.searchsorted(r.arrays.start, member, side="right") - 1
-    groups = groups[np.lexsort((o.seconds[groups], call))]
-    start = np.searchsorted(call, np.arange(r.arrays.n_calls + 1))
+    groups = groups[np.lexsort((o.seconds[groups], r.call[groups]))]
+    start = np.searchsorted(r.call[groups], np.arange(r.arrays.n_calls + 1))
     load = o.seconds * o["size"]
     lightest = np.array([load[a:b].min() for a, b in pairwise(r.arrays.start)])
     heaviest, cover = np.argsort(-lightest, kind="stable"), covering(tables.problem.graph)
@@ -345,7 +341,7 @@ def _may_stay(t: Tree, state: SearchState, depth: int, threshold: float) -> bool
     o = r.arrays.options
     row = choice[state.steps[depth]]
     allowed[:] = state.allowed[depth]
-    if not placed(o, row):
+    if not on_mesh(o, row):
         fits = _allow(t, choice, allowed, threshold)
         return fits and covers(r, t.cover, choice, state.meet, state.moves, threshold)
     if exceeds_period(r, choice, state.meet, state.moves, threshold, allowed):

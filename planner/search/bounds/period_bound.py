@@ -1,7 +1,7 @@
 """Two compiled lower bounds on the period of every plan that completes a partial choice of options.
 
 A partial choice gives some calls an option, and others a row that stands for many options
-(planner/search/bounds/relaxation.py). The rest is open. Sizes and placements say of some pairs of meshes whether they
+(planner/search/bounds/relaxation.py). The rest is open. Sizes and places say of some pairs of meshes whether they
 share a device. `covers` asks which calls can run at the same time, `exceeds_period` how long cycles are.
 
 What can run at the same time

@@ -44,7 +44,9 @@ class Relaxation(NamedTuple):
                   place are OPEN in rows without placement; first in groups and kinds; strategy in meshes and groups
     above         [rows] the row one level up; OPEN for groups, kinds and offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
-    kinds         [rows, 2] the first kind that a row's options may have, and the one after the last; not of options
+    kinds         [rows, 2] a row's kinds, which are consecutive: the first one, and the one after the last. A mesh has
+                  those of its group, an option none
+    call          [rows] the call of each row
     least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; and of the resident
                   bytes and of the onload's if it is offloaded, where it can be
     away_s        [rows] the least seconds that a train_step takes more if it is offloaded; 0: other calls
@@ -64,6 +66,7 @@ class Relaxation(NamedTuple):
     begin: Ints
     below: Ints
     kinds: Ints
+    call: Ints
     least: Floats
     away_s: Floats
     while_idle: Bools
@@ -95,6 +98,7 @@ def relaxation(tables: Tables) -> Relaxation:
         begin=rows.begin,
         below=rows.below,
         kinds=kinds,
+        call=rows.call,
         least=rows.least,
         away_s=rows.away_s,
         while_idle=np.array([[b in idle for b in names] for idle in map(graph.while_idle, roles)]),
@@ -114,7 +118,7 @@ def relaxation(tables: Tables) -> Relaxation:
     )
 
 
-class _Rows:
+class _Levels:
     """The rows so far. Arguments are the arrays of a problem, whose options are the first rows."""
 
     def __init__(self, arrays: Arrays) -> None:
@@ -147,9 +151,9 @@ class _Rows:
         return members, first + np.cumsum(np.concatenate([[0], new]))
 
 
-def _levels(arrays: Arrays) -> tuple[_Rows, Ints, Ints]:
+def _levels(arrays: Arrays) -> tuple[_Levels, Ints, Ints]:
     """The rows of all levels; above and kinds of Relaxation."""
-    rows = _Rows(arrays)
+    rows = _Levels(arrays)
     members = np.flatnonzero(np.arange(len(rows.call)) < arrays.offloaded[rows.call])
     levels = [rows.merge(members, ("place",), ())]
     placements = np.unique(levels[0][1])
@@ -178,6 +182,11 @@ def _least_stages(arrays: Arrays) -> tuple[Floats, Floats]:
         if away < end:
             least[own:away, 4:] = least[away:end, 4:]
             away_s[own:away] = np.maximum(seconds[away:end] - seconds[own:away], 0.0)
+            if arrays.trainer[call] == call:
+                # Two chunks of a small state may be more than the whole: then it is no smaller offloaded.
+                kept = least[own:away, 0]
+                least[own:away, 4] = np.minimum(least[own:away, 4], kept)
+                least[own:away, 5] = np.minimum(least[own:away, 5], kept - least[own:away, 4])
     return least, away_s
 
 
@@ -199,16 +208,16 @@ def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, 
 
 
 @inner
-def placed(options: Rows, row: int) -> bool:
+def on_mesh(options: Rows, row: int) -> bool:
     """Whether a row has a mesh."""
     return row != OPEN and options[row].first != OPEN
 
 
 @compiled
 def relation(options: Rows, n_devices: int, a: int, b: int) -> int:
-    """Whether the meshes of two rows (int64, or OPEN) share a device, from their sizes and placements.
+    """Whether two rows (int64, or OPEN) share a device, from their sizes and meshes.
 
-    Without placements, two meshes certainly meet if they have more devices together than the cluster.
+    Without a mesh of both, two meshes certainly meet if they have more devices together than the cluster.
     """
     if a == OPEN or b == OPEN:
         return UNKNOWN
@@ -240,14 +249,15 @@ def move_s(r: Relaxation, move: int, trainer: int, reader: int) -> float:
 
 @compiled
 def moves_s(r: Relaxation, move: int, trainer: int, reader: int, out: Floats) -> None:
-    """Writes the seconds of a move between two rows to out, [4] float64 (ALONE, TRAINER, READER, BOTH)."""
+    """Writes the seconds of a move between two rows, of no offloaded options, to out, [4] float64 (ALONE, TRAINER,
+    READER, BOTH)."""
     o = r.arrays.options
     if o[trainer].place != OPEN and o[reader].place != OPEN:
         out[:] = move_s(r, move, trainer, reader)
         return
-    on_meshes = placed(o, trainer) and placed(o, reader)
-    a = _known(r, trainer, on_meshes)
-    b = _known(r, reader, on_meshes)
+    on_meshes = on_mesh(o, trainer) and on_mesh(o, reader)
+    a = _like(r, trainer, on_meshes)
+    b = _like(r, reader, on_meshes)
     # One number for move and rows. The cache is direct-mapped: a slot for each remainder.
     key = (move * len(o) + a) * len(o) + b
     slot = key % len(r.keys)
@@ -258,12 +268,12 @@ def moves_s(r: Relaxation, move: int, trainer: int, reader: int, out: Floats) ->
 
 
 @inner
-def _known(r: Relaxation, row: int, on_mesh: bool) -> int:
-    """The row whose moves are those of a row: of an option its placement; without the mesh its kind."""
+def _like(r: Relaxation, row: int, on_meshes: bool) -> int:
+    """The row that stands for a row: of an option its placement; of both their kind, if one side has no mesh."""
     if r.arrays.options[row].place == OPEN:
         return row
     placement = row if row >= r.arrays.start[-1] else r.above[row]
-    return placement if on_mesh else r.kinds[placement, 0]
+    return placement if on_meshes else r.kinds[placement, 0]
 
 
 @inner
@@ -271,10 +281,8 @@ def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, on_meshes:
     """`moves_s` of two rows: the minima over the placements of both, or over the kinds if one has no mesh."""
     o = r.arrays.options
     out[:] = np.inf
-    for i in range(_n_candidates(r, trainer, on_meshes)):
-        a = _candidate(r, trainer, on_meshes, i)
-        for j in range(_n_candidates(r, reader, on_meshes)):
-            b = _candidate(r, reader, on_meshes, j)
+    for a in _candidates(r, trainer, on_meshes):
+        for b in _candidates(r, reader, on_meshes):
             taken = move_s(r, move, a, b) if on_meshes else _least_move_s(r, move, a, b)
             slower_a = max(o[a].seconds - o[trainer].seconds, 0.0)
             slower_b = max(o[b].seconds - o[reader].seconds, 0.0)
@@ -285,20 +293,14 @@ def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, on_meshes:
 
 
 @inner
-def _n_candidates(r: Relaxation, row: int, on_meshes: bool) -> int:
-    """The number of a row's placements, or of its kinds."""
+def _candidates(r: Relaxation, row: int, on_meshes: bool) -> Ints:
+    """The placements of a row, or its kinds."""
     if not on_meshes:
-        return r.kinds[row, 1] - r.kinds[row, 0]
+        return np.arange(r.kinds[row, 0], r.kinds[row, 1])
+    if r.arrays.options[row].place != OPEN:
+        return np.arange(row, row + 1)
     i = row - r.arrays.start[-1]
-    return r.begin[i + 1] - r.begin[i] if r.arrays.options[row].place == OPEN else 1
-
-
-@inner
-def _candidate(r: Relaxation, row: int, on_meshes: bool, i: int) -> int:
-    """Placement i of a row, or its kind i."""
-    if not on_meshes:
-        return r.kinds[row, 0] + i
-    return r.below[r.begin[row - r.arrays.start[-1]] + i] if r.arrays.options[row].place == OPEN else row
+    return r.below[r.begin[i] : r.begin[i + 1]]
 
 
 @inner
@@ -321,7 +323,7 @@ def may_offload(arrays: Arrays, call: int) -> bool:
 
 @compiled
 def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
-    """Whether some device certainly lacks memory for the calls with placements.
+    """Whether some device certainly lacks memory for the calls with meshes.
 
     choice  [calls] int64 rows, or OPEN
     kept    number of a train_step that is not offloaded, or OPEN
@@ -333,22 +335,24 @@ def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
     static, needed, onloaded, on = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n, np.bool_)
     for call in range(n):
         row = choice[call]
-        if placed(o, row):
+        if on_mesh(o, row):
             needed[call], static[call] = r.least[row, 3], r.least[row, 0 if call == kept else 4]
             onloaded[call] = 0.0 if call == kept else r.least[row, 5]
             frozen_away = may_offload(r.arrays, call) and r.arrays.trainer[call] < 0
-            if not frozen_away and not _stands_before(o, r.arrays.weights, choice, call):
+            if _stands_before(o, r.arrays.weights, choice, call):
+                onloaded[call] = 0.0 if frozen_away else onloaded[call]
+            elif not frozen_away:
                 static[call] += r.least[row, 1]
     for k in range(len(r.reader)):
         reader, trainer = choice[r.reader[k]], choice[r.trainer[k]]
-        if placed(o, reader) and placed(o, trainer) and not _may_coincide(o, reader, trainer):
+        if on_mesh(o, reader) and on_mesh(o, trainer) and not _may_coincide(o, reader, trainer):
             needed[r.reader[k]] += r.least[reader, 2]
     for row in choice:
-        if placed(o, row):
+        if on_mesh(o, row):
             device, held, peak = o[row].first, 0.0, 0.0
             for call in range(n):
                 mesh = o[choice[call]]
-                on[call] = placed(o, choice[call]) and mesh.first <= device < mesh.first + mesh.size
+                on[call] = on_mesh(o, choice[call]) and mesh.first <= device < mesh.first + mesh.size
                 held += static[call] if on[call] else 0.0
             for call in range(n):
                 if on[call]:
@@ -363,10 +367,10 @@ def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
 
 @compiled
 def must_offload(r: Relaxation, choice: Ints, call: int) -> bool:
-    """Whether a call is a train_step that certainly has no room on its devices beside the calls with placements, if
-    it is not offloaded."""
+    """Whether a call is a train_step that certainly has no room on its devices beside the calls with meshes, if it
+    is not offloaded."""
     trains = r.arrays.trainer[call] == call and may_offload(r.arrays, call)
-    return trains and placed(r.arrays.options, choice[call]) and lacks(r, choice, call)
+    return trains and on_mesh(r.arrays.options, choice[call]) and lacks(r, choice, call)
 
 
 @inner
@@ -382,7 +386,7 @@ def _may_coincide(options: Rows, a: int, b: int) -> bool:
 def _stands_before(options: Rows, weights: Ints, choice: Ints, call: int) -> bool:
     """Whether an earlier call with the same weights may have the same placement: they then share what is frozen."""
     for other in range(call):
-        same = weights[other] == weights[call] and placed(options, choice[other])
+        same = weights[other] == weights[call] and on_mesh(options, choice[other])
         if same and _may_coincide(options, choice[other], choice[call]):
             return True
     return False

@@ -6,6 +6,9 @@ from numba import njit
 
 from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.plan.mesh import Cluster
+from prefect_rlhf.planner.pricing.calls import CostModel
+from prefect_rlhf.planner.pricing.device_classes import DeviceClasses
+from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.search.bounds.period_bound import (
     PartialChoice,
     cover_s,
@@ -25,6 +28,7 @@ from prefect_rlhf.planner.search.compiled.tables import Tables
 from prefect_rlhf.rlhf_tasks.algorithms.registry import in_parts
 from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 from tests.planner.partial import GROUP, MESH, OPTION, PLACEMENT, checked_after_training, partial_choices
+from tests.planner.random_problems import crowded_problem
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -84,6 +88,50 @@ def test_it_does_where_moves_take_longer_than_calls(small_problem, cluster, chec
         _holds(r, p, allowed)
         tight += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.bounded_s, allowed)
     assert tight > 100
+
+
+def test_it_does_on_devices_of_two_classes(small_problem):
+    """Meshes of one size then take different seconds."""
+    alike = small_problem(Cluster(2, 2), links_slower=30)
+    fast = alike.model.classes.profiles[0]
+    slow = fast.model_copy(
+        update={"name": "slow", "peak_flops": {k: v / 3 for k, v in fast.peak_flops.items()}}
+    )
+    classes = DeviceClasses.host_by_host(alike.cluster, [slow, fast])
+    model = CostModel(alike.cluster, classes, alike.model.models, alike.model.workload)
+    r = relaxation(tables := Tables(Problem(alike.graph, model)))
+    allowed, tight = np.zeros(r.arrays.n_calls), 0
+    for p in partial_choices(tables, r, 150):
+        _holds(r, p, allowed)
+        tight += exceeds_period(r, p.rows, p.meet, p.moves, 0.7 * p.bounded_s, allowed)
+    assert tight > 100
+
+
+@pytest.fixture(params=["whole", "two hosts", "adapters on shared weights", "sharded"])
+def scarce(request, small_problem, lora):
+    """A problem whose choices lack memory, most of them."""
+    made = {
+        "whole": lambda: small_problem(Cluster(1, 2), memory=0.3e9),
+        "two hosts": lambda: small_problem(Cluster(2, 2), memory=0.35e9),
+        "adapters on shared weights": lambda: small_problem(Cluster(2, 2), memory=0.25e9, lora=lora),
+        "sharded": lambda: crowded_problem(15),
+    }
+    return made[request.param]()
+
+
+def test_what_has_just_the_memory_of_a_plan_lacks_none(scarce):
+    """Nor must it offload what the plan keeps; however little of the plan is known."""
+    r = relaxation(tables := Tables(scarce))
+    looked = 0
+    for p in partial_choices(tables, r, 300):
+        if p.excess_bytes > 0:
+            memories = r.arrays.memories.copy()
+            memories["bytes"] += p.excess_bytes + 1.0
+            enough = r._replace(arrays=r.arrays._replace(memories=memories))
+            assert not lacks(enough, p.rows, OPEN)
+            assert not (_must_offload(enough, p) & ~p.away).any()
+            looked += 1
+    assert looked > 300
 
 
 def _must_offload(r, p):

@@ -31,7 +31,8 @@ def test_a_row_is_as_good_as_each_option_that_it_stands_for(small_problem, clust
         for name in ("size", "first", "strategy", "place"):
             known = o[name][options] if name in columns else OPEN
             assert (o[name][above] == known).all()
-        for figures in (o.seconds, o.save_s):
+        assert (r.call[above] == r.call[options]).all()
+        for figures in (o.seconds, o.save_s, o.evaluate_s, r.away_s):
             assert (figures[above] <= figures[options]).all()
         assert (r.least[above] <= r.least[options]).all()
     least, joined = np.zeros(4), 0
