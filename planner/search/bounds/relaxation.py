@@ -44,8 +44,8 @@ class Relaxation(NamedTuple):
                   place are OPEN in rows without placement; first in groups and kinds; strategy in meshes and groups
     above         [rows] the row one level up; OPEN for groups, kinds and offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
-    kinds         [rows, 2] a row's kinds, which are consecutive: the first one, and the one after the last. A mesh has
-                  those of its group, an option none
+    kinds         [rows, 2] a row's kinds, which are consecutive: the first one and the one after the last. A mesh has
+                  those of its group, an option has none
     call          [rows] the call of each row
     least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; and of the resident
                   bytes and of the onload's if it is offloaded, where it can be

@@ -94,9 +94,7 @@ def test_it_does_on_devices_of_two_classes(small_problem):
     """Meshes of one size then take different seconds."""
     alike = small_problem(Cluster(2, 2), links_slower=30)
     fast = alike.model.classes.profiles[0]
-    slow = fast.model_copy(
-        update={"name": "slow", "peak_flops": {k: v / 3 for k, v in fast.peak_flops.items()}}
-    )
+    slow = fast.model_copy(update={"name": "slow", "flops_per_s": fast.flops_per_s / 3})
     classes = DeviceClasses.host_by_host(alike.cluster, [slow, fast])
     model = CostModel(alike.cluster, classes, alike.model.models, alike.model.workload)
     r = relaxation(tables := Tables(Problem(alike.graph, model)))
