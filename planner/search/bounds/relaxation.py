@@ -44,8 +44,8 @@ class Relaxation(NamedTuple):
                   place are OPEN in rows without placement; first in groups and kinds; strategy in meshes and groups
     above         [rows] the row one level up; OPEN for groups, kinds and offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
-    kinds         [rows, 2] a row's kinds, which are consecutive: the first one and the one after the last. A mesh has
-                  those of its group, an option has none
+    kinds         [rows, 2] a row's kinds, which are consecutive: the first one and the one after the last. Meshes
+                  and options have none
     call          [rows] the call of each row
     least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; and of the resident
                   bytes and of the onload's if it is offloaded, where it can be
@@ -164,7 +164,7 @@ def _levels(arrays: Arrays) -> tuple[_Levels, Ints, Ints]:
     for members, row in levels:
         above[members] = row
     kinds = np.stack([np.full(len(above), len(above)), np.zeros(len(above), np.int64)], axis=1)
-    for row in (kind, placements, above[placements], above[above[placements]]):
+    for row in (kind, placements, above[above[placements]]):
         np.minimum.at(kinds[:, 0], row, kind)
         np.maximum.at(kinds[:, 1], row, kind + 1)
     return rows, above, kinds
@@ -251,41 +251,57 @@ def move_s(r: Relaxation, move: int, trainer: int, reader: int) -> float:
 def moves_s(r: Relaxation, move: int, trainer: int, reader: int, out: Floats) -> None:
     """Writes the seconds of a move between two rows, of no offloaded options, to out, [4] float64 (ALONE, TRAINER,
     READER, BOTH)."""
-    o = r.arrays.options
-    if o[trainer].place != OPEN and o[reader].place != OPEN:
+    place = r.arrays.options.place
+    if place[trainer] != OPEN and place[reader] != OPEN:
         out[:] = move_s(r, move, trainer, reader)
         return
-    on_meshes = on_mesh(o, trainer) and on_mesh(o, reader)
-    a = _like(r, trainer, on_meshes)
-    b = _like(r, reader, on_meshes)
+    a = _stand_in(r, trainer, reader)
+    b = _stand_in(r, reader, trainer)
     # One number for move and rows. The cache is direct-mapped: a slot for each remainder.
-    key = (move * len(o) + a) * len(o) + b
+    key = (move * len(place) + a) * len(place) + b
     slot = key % len(r.keys)
     if r.keys[slot] != key:
-        _least_moves(r, move, a, b, on_meshes, r.known_s[slot])
+        _least_moves(r, move, a, b, r.known_s[slot])
         r.keys[slot] = key
     out[:] = r.known_s[slot]
+    # Of a mesh whose group stands in, the surplus is over the fastest option of the group, which may be faster.
+    slower_a, slower_b = _slower_s(r, trainer, a), _slower_s(r, reader, b)
+    out[TRAINER] = max(out[ALONE], out[TRAINER] - slower_a)
+    out[READER] = max(out[ALONE], out[READER] - slower_b)
+    out[BOTH] = max(out[TRAINER], out[READER], out[BOTH] - slower_a - slower_b)
 
 
 @inner
-def _like(r: Relaxation, row: int, on_meshes: bool) -> int:
-    """The row that stands for a row: of an option its placement; of both their kind, if one side has no mesh."""
-    if r.arrays.options[row].place == OPEN:
-        return row
-    placement = row if row >= r.arrays.start[-1] else r.above[row]
-    return placement if on_meshes else r.kinds[placement, 0]
+def _stand_in(r: Relaxation, row: int, other: int) -> int:
+    """The row whose moves stand for those of a row to or from another one.
+
+    Between a placement and a mesh these are the rows themselves. Else they are kinds and groups: between two meshes
+    there are too many pairs of placements.
+    """
+    o = r.arrays.options
+    if o[row].place != OPEN:
+        placement = row if row >= r.arrays.start[-1] else r.above[row]
+        return placement if on_mesh(o, other) else r.kinds[placement, 0]
+    return r.above[row] if on_mesh(o, row) and o[other].place == OPEN else row
 
 
 @inner
-def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, on_meshes: bool, out: Floats) -> None:
+def _slower_s(r: Relaxation, row: int, stand_in: int) -> float:
+    """The seconds that the fastest option of a mesh takes more than that of the group that stands in; else 0."""
+    o = r.arrays.options
+    return o[row].seconds - o[stand_in].seconds if o[row].place == OPEN else 0.0
+
+
+@inner
+def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, out: Floats) -> None:
     """`moves_s` of two rows: the minima over the placements of both, or over the kinds if one has no mesh."""
     o = r.arrays.options
+    on_meshes = on_mesh(o, trainer) and on_mesh(o, reader)
     out[:] = np.inf
     for a in _candidates(r, trainer, on_meshes):
         for b in _candidates(r, reader, on_meshes):
             taken = move_s(r, move, a, b) if on_meshes else _least_move_s(r, move, a, b)
-            slower_a = max(o[a].seconds - o[trainer].seconds, 0.0)
-            slower_b = max(o[b].seconds - o[reader].seconds, 0.0)
+            slower_a, slower_b = o[a].seconds - o[trainer].seconds, o[b].seconds - o[reader].seconds
             out[ALONE] = min(out[ALONE], taken)
             out[TRAINER] = min(out[TRAINER], taken + slower_a)
             out[READER] = min(out[READER], taken + slower_b)
