@@ -36,7 +36,7 @@ Left out are:
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -60,6 +60,12 @@ GENERATION_CUTS = (1, 2, 4, 8, 16)
 
 ALL_CUTS = 16
 """On clusters of at most this many hosts, every host is a cut point."""
+
+
+@lru_cache(maxsize=8)  # options at one placement follow one another; on large clusters each takes a millisecond
+def _placement(first: int, strategy: ParallelStrategy) -> Placement:
+    """The placement on the mesh that begins at device `first`."""
+    return Placement(tuple(range(first, first + strategy.size)), strategy)
 
 
 class Option(NamedTuple):
@@ -98,9 +104,8 @@ class Option(NamedTuple):
 
     @property
     def assignment(self) -> CallAssignment:
-        devices = tuple(range(self.first, self.first + self.size))
         return CallAssignment(
-            placement=Placement(devices, self.strategy),
+            placement=_placement(self.first, self.strategy),
             micro_batches=self.micro_batches,
             offload=self.offload,
         )
@@ -331,7 +336,7 @@ def call_options(
             fitting: list[Pair] = []
             for strategy in strategies(problem, call, mesh.size):
                 asked_for = {strategy, *_sharded(call, strategy)} & wanted if wanted else {strategy}
-                placement = Placement(mesh.devices, strategy)
+                placement = _placement(mesh.first, strategy)
                 routes_alike = problem.model.routes_alike(call.role, placement)
                 if not (asked_for and routes_alike and problem.draws(call, placement)):
                     continue
@@ -412,7 +417,7 @@ def _prices(
     Meshes with the same layout of device classes have the same prices.
     """
     model = problem.model
-    placement = Placement(tuple(range(first, first + strategy.size)), strategy)
+    placement = _placement(first, strategy)
     copy = tuple(map(float, model.parameter_bytes(call.role, placement)))
     trainer, follower = problem.graph.trainer(call.role), problem.graph.follower(call.role)
     resident, frozen = (0.0,) * strategy.pp, copy

@@ -138,7 +138,8 @@ class Placement:
         """Devices that hold the same slices of the parameters: they differ from this one only in dp or cp rank. In
         rank order."""
         c, s = self.coordinate(device), self.strategy
-        return tuple(self.device(d, c.tp, c.pp, cp_rank) for d in range(s.dp) for cp_rank in range(s.cp))
+        stage = s.copies * s.tp
+        return self.devices[c.pp * stage + c.tp : (c.pp + 1) * stage : s.tp]
 
     def pp_group(self, device: int) -> tuple[int, ...]:
         """Devices that differ from this one only in pipeline stage, first stage first."""
