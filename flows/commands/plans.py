@@ -212,7 +212,7 @@ def _show_first_answer(problem: Problem, limit_s: float) -> None:
     """Print the time of the heuristic's plan, if it is found within the limit. It comes long before the search
     ends."""
     with suppress(PlanError):  # it does not fit: a search may find one that does
-        first = heuristic_plan(problem.graph, problem.model, Deadline(monotonic() + limit_s))
+        first = heuristic_plan(problem, Deadline(monotonic() + limit_s))
         seconds = first.price.iteration_time_s
         tell(f"first answer: the heuristic's plan takes {seconds:.4g} s per iteration")
 

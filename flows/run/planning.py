@@ -511,7 +511,7 @@ def made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
         if config.plan in SEARCHED:
             limit_s, seed = config.planning.time_limit_s, config.seed
             return run_in_thread(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
-        plan = balanced(heuristic_plan(problem.graph, problem.model), problem).plan
+        plan = balanced(heuristic_plan(problem), problem).plan
         problem.refuse(plan)
         return plan
     except ConfigError as error:

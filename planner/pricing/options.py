@@ -343,7 +343,7 @@ def call_options(
                 if deadline.is_past():
                     raise OptionsTakeTooLongError(
                         f"Pricing the options of call {call.name!r} on a cluster of {cluster} takes longer than the "
-                        "time limit. Raise it, or choose fewer devices for a host or a smaller planning.max_tp."
+                        "time limit. Raise it, or choose fewer devices for a host."
                     )
                 rooms = _rooms(strategy, mesh.first, classes)
                 price = partial(_fitting_pairs, problem, call, mesh.first, rooms, shortfalls, few, offload)

@@ -53,7 +53,8 @@ class Problem:
 
     graph     the calls of an iteration
     model     what calls and transfers cost: cluster, devices, the roles' models, workload
-    max_tp    the largest tensor-parallel degree; default: the number of devices of a host
+    max_tp    the largest tensor-parallel degree of a plan that is searched or made by rule; one by hand may have a
+              larger one. Default: the number of devices of a host
     pools     call -> the only devices that it may have
     warnings  a sentence for each file of kept figures that was put aside, and for a GPU whose figures are estimates
     Raises ProblemError when a role has no model or max_tp is not a positive whole number.

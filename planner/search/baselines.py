@@ -1,7 +1,7 @@
 """Baselines: plans by rule that fit memory.
 
 heuristic  Megatron's advice: tensor parallelism inside a host, pipeline stages across hosts, data parallelism for the
-           rest (arXiv:2104.04473)
+           rest (arXiv:2104.04473). Where a problem limits tp (`max_tp`), stages also divide a host
 symmetric  all calls are alike
 hybrid     all calls on all devices: training and inference as data-parallel as memory allows, generation with tensor
            parallelism over a host, as in DeepSpeed-Chat's hybrid engine (arXiv:2308.01320, section 4)
@@ -36,7 +36,7 @@ from prefect_rlhf.planner.pricing.plans import (
     scarcest_device,
     shortfall,
 )
-from prefect_rlhf.planner.pricing.problem import NO_DEADLINE, Deadline
+from prefect_rlhf.planner.pricing.problem import NO_DEADLINE, Deadline, Problem
 from prefect_rlhf.planner.search.compiled.tables import Tables, Value
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from prefect_rlhf.rlhf_tasks.spec import (
@@ -73,7 +73,7 @@ class Limits:
 NO_LIMITS = Limits()
 
 Assignments = Mapping[str, CallAssignment]
-Rule = Callable[[DataflowGraph, Cluster, Mapping[str, Limits]], Assignments]
+Rule = Callable[[DataflowGraph, Cluster, Mapping[str, Limits], int], Assignments]
 
 
 class Priced(NamedTuple):
@@ -90,28 +90,29 @@ class Priced(NamedTuple):
         return self
 
 
-def heuristic_plan(graph: DataflowGraph, model: CostModel, deadline: Deadline = NO_DEADLINE) -> Priced:
+def heuristic_plan(problem: Problem, deadline: Deadline = NO_DEADLINE) -> Priced:
     """Every call on the whole cluster, with the smallest replica of its role that fits memory.
 
+    It has no larger tp than the problem allows, but knows no pools: `Problem.refuse` says where it leaves them.
     Raises PlanError when nothing fits, and when nothing that was tried before the deadline does.
     """
-    return _fit(graph, model, heuristic, deadline)
+    return _fit(problem, heuristic, deadline)
 
 
-def symmetric_plan(graph: DataflowGraph, model: CostModel, deadline: Deadline = NO_DEADLINE) -> Priced:
+def symmetric_plan(problem: Problem, deadline: Deadline = NO_DEADLINE) -> Priced:
     """All calls alike on the whole cluster, with the smallest replica with which everything fits memory.
 
-    Raises PlanError as `heuristic_plan` does.
+    Limits and errors are those of `heuristic_plan`.
     """
-    return _fit(graph, model, symmetric, deadline)
+    return _fit(problem, symmetric, deadline)
 
 
-def hybrid_plan(graph: DataflowGraph, model: CostModel, deadline: Deadline = NO_DEADLINE) -> Priced:
+def hybrid_plan(problem: Problem, deadline: Deadline = NO_DEADLINE) -> Priced:
     """Every call on the whole cluster with the smallest replica that fits memory, generation with tp over a host.
 
-    Raises PlanError as `heuristic_plan` does.
+    Limits and errors are those of `heuristic_plan`.
     """
-    return _fit(graph, model, hybrid, deadline)
+    return _fit(problem, hybrid, deadline)
 
 
 def priced_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
@@ -158,7 +159,7 @@ class _Demand(NamedTuple):
     cuts: Mapping[str, int]
 
 
-def _fit(graph: DataflowGraph, model: CostModel, rule: Rule, deadline: Deadline) -> Priced:
+def _fit(problem: Problem, rule: Rule, deadline: Deadline) -> Priced:
     """Follow a rule with growing replicas and micro-batches until the plan fits memory.
 
     While it does not fit, the largest part of the fullest device's memory that can still shrink is reduced: the
@@ -166,13 +167,18 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule, deadline: Deadline)
     Raises PlanError, with the shortfall of the last plan, when nothing can shrink or the deadline has passed; and
     what the rule raises at first.
     """
+    graph, model = problem.graph, problem.model
+
+    def follow(demand: _Demand) -> Assignments:
+        return rule(graph, model.cluster, _limits(model, demand.replicas), problem.tp_limit)
+
     uncut = {call.name: 1 for call in graph.calls}
     demand = _Demand(_least_replicas(graph, model), uncut)
     try:
-        assignments = rule(graph, model.cluster, _limits(model, demand.replicas))
+        assignments = follow(demand)
     except PlanError:  # the weights do not fit: the plan on whole devices says how many bytes lack
         demand = _Demand(dict.fromkeys(graph.roles, 1), uncut)
-        assignments = rule(graph, model.cluster, _limits(model, demand.replicas))
+        assignments = follow(demand)
     while True:
         assignments = {
             name: _cut(graph.call(name), given, demand.cuts[name]) for name, given in assignments.items()
@@ -190,7 +196,7 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule, deadline: Deadline)
             raise PlanError(missing)  # a host's memory lacks: no other replica keeps less there
         for larger in _larger_demands(fullest, graph, assignments, demand):
             with suppress(PlanError):
-                assignments, demand = rule(graph, model.cluster, _limits(model, larger.replicas)), larger
+                assignments, demand = follow(larger), larger
                 break
         else:
             raise PlanError(missing)
@@ -242,26 +248,35 @@ def _larger_demands(
 
 
 def heuristic(
-    graph: DataflowGraph, cluster: Cluster, limits: Mapping[str, Limits] | None = None
+    graph: DataflowGraph,
+    cluster: Cluster,
+    limits: Mapping[str, Limits] | None = None,
+    max_tp: int | None = None,
 ) -> dict[str, CallAssignment]:
     """Every call on the whole cluster, with the smallest replica that the limits of its role allow.
 
     limits  role -> Limits
+    max_tp  the largest tp of any call, which stages then make up for; default: the number of devices of a host
     Raises PlanError when no strategy is within the limits.
     """
     limits = limits or {}
-    return {call.name: _assign(call, cluster, [limits.get(call.role, NO_LIMITS)]) for call in graph.calls}
+    return {
+        call.name: _assign(call, cluster, [limits.get(call.role, NO_LIMITS)], max_tp) for call in graph.calls
+    }
 
 
 def symmetric(
-    graph: DataflowGraph, cluster: Cluster, limits: Mapping[str, Limits] | None = None
+    graph: DataflowGraph,
+    cluster: Cluster,
+    limits: Mapping[str, Limits] | None = None,
+    max_tp: int | None = None,
 ) -> dict[str, CallAssignment]:
     """All calls on the whole cluster under one strategy that is within the limits of every role.
 
     Raises PlanError when there is none.
     """
     widest = min(graph.calls, key=lambda call: call.n_groups // call.blocks)
-    found = _assign(widest, cluster, list((limits or {}).values()))
+    found = _assign(widest, cluster, list((limits or {}).values()), max_tp)
     strategy = found.placement.strategy
     return {
         call.name: found.model_copy(update={"micro_batches": _micro_batches(call, strategy)})
@@ -270,7 +285,10 @@ def symmetric(
 
 
 def hybrid(
-    graph: DataflowGraph, cluster: Cluster, limits: Mapping[str, Limits] | None = None
+    graph: DataflowGraph,
+    cluster: Cluster,
+    limits: Mapping[str, Limits] | None = None,
+    max_tp: int | None = None,
 ) -> dict[str, CallAssignment]:
     """As `heuristic`, but generation has the largest tp of at most a host that the limits of its role allow.
 
@@ -278,13 +296,15 @@ def hybrid(
     """
     limits = limits or {}
     return {
-        call.name: _assign(call, cluster, [limits.get(call.role, NO_LIMITS)], wide=call.kind == "generate")
+        call.name: _assign(
+            call, cluster, [limits.get(call.role, NO_LIMITS)], max_tp, wide=call.kind == "generate"
+        )
         for call in graph.calls
     }
 
 
 def _assign(
-    call: ModelFunctionCall, cluster: Cluster, limits: list[Limits], wide: bool = False
+    call: ModelFunctionCall, cluster: Cluster, limits: list[Limits], max_tp: int | None, wide: bool = False
 ) -> CallAssignment:
     """The largest mesh from device 0 on that has a strategy within the limits, and the first such strategy.
 
@@ -292,7 +312,7 @@ def _assign(
     """
     most_dp = call.n_groups // call.blocks
     for mesh in meshes_from_start(cluster):
-        strategies = _strategies(mesh.size, cluster.devices_per_host)
+        strategies = _strategies(mesh.size, cluster.devices_per_host, max_tp)
         for strategy in sorted(strategies, key=lambda one: -one.tp if wide else 0):
             if strategy.dp <= most_dp and all(limit.allow(strategy) for limit in limits):
                 return CallAssignment(
@@ -314,16 +334,18 @@ def _micro_batches(call: ModelFunctionCall, strategy: ParallelStrategy) -> int:
     return max(1, min(2 * strategy.pp, least_share(call, strategy.dp)))
 
 
-def _strategies(size: int, devices_per_host: int) -> Iterator[ParallelStrategy]:
-    """Strategies on a mesh, smallest replica first: tp grows up to a host's devices, then pp over hosts."""
-    host = min(size, devices_per_host)
-    for tp in range(1, host + 1):
+def _strategies(size: int, devices_per_host: int, max_tp: int | None) -> Iterator[ParallelStrategy]:
+    """Strategies on a mesh, smallest replica first: tp grows up to a host's devices, or to their largest divisor
+    within `max_tp`; then pp grows over the rest."""
+    host, widest = min(size, devices_per_host), 1
+    for tp in range(1, min(host, max_tp or host) + 1):
         if host % tp == 0:
+            widest = tp
             yield ParallelStrategy(size // tp, tp, 1)
-    hosts = size // host
-    for pp in range(2, hosts + 1):
-        if hosts % pp == 0:
-            yield ParallelStrategy(hosts // pp, host, pp)
+    rest = size // widest
+    for pp in range(2, rest + 1):
+        if rest % pp == 0:
+            yield ParallelStrategy(rest // pp, widest, pp)
 
 
 MeshSizes = tuple[int, ...]

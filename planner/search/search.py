@@ -338,7 +338,7 @@ def _best_rule(request: Request) -> Outcome:
 
 def _by_one(rule: Callable[..., Priced]) -> Callable[[Request], Outcome]:
     """The mode that follows a rule."""
-    return lambda request: Outcome(rule(request.problem.graph, request.problem.model), request.lower_bound_s)
+    return lambda request: Outcome(rule(request.problem), request.lower_bound_s)
 
 
 def _placed(choose: Callable[[Tables, Deadline], tuple[list[int], int]]) -> Callable[[Request], Outcome]:
@@ -419,7 +419,7 @@ def _by_rule(problem: Problem, started: float, time_limit_s: float) -> Rules:
     plans, trace = list[Priced](), list[TracePoint]()
     for rule, least_s in ((heuristic_plan, FIRST_RULE_S), (symmetric_plan, RULES_S)):
         with suppress(PlanError, ProblemError):
-            made = rule(problem.graph, problem.model, Deadline(started + max(least_s, time_limit_s)))
+            made = rule(problem, Deadline(started + max(least_s, time_limit_s)))
             problem.refuse(made.plan)
             plans.append(made)
             best = min(plan.price.iteration_time_s for plan in plans)

@@ -119,7 +119,7 @@ def test_a_small_example_fits_under_the_heuristic(name):
     for overrides in overrides_of(name):
         config = load_config(EXAMPLES / f"{name}.yaml", overrides)
         problem = problem_of(config, hardware_of(config))
-        found = heuristic_plan(problem.graph, problem.model)
+        found = heuristic_plan(problem)
         assert shortfall(found.price, problem.model) is None
         times.append(found.price.iteration_time_s)
     assert times == sorted(times), "the longer the answers, the longer an iteration"
@@ -167,7 +167,7 @@ def test_the_cluster_of_two_classes_is_read_and_planned_for():
     assert (h100.between_hosts.bytes_per_s, a100.between_hosts.bytes_per_s) == (50e9, 12.5e9)
     config = load_config(EXAMPLES / "plan-ppo-70b-7b.yaml")
     problem = problem_of(config, hardware)
-    found = heuristic_plan(problem.graph, problem.model)
+    found = heuristic_plan(problem)
     assert shortfall(found.price, problem.model) is None
 
 

@@ -14,7 +14,7 @@ from prefect_rlhf.planner.plan.workload import Lengths, RoleModel, Workload
 from prefect_rlhf.planner.pricing.calls import CostModel
 from prefect_rlhf.planner.pricing.devices import DeviceLink, preset
 from prefect_rlhf.planner.pricing.options import LONG_TOKENS
-from prefect_rlhf.planner.pricing.problem import Problem, ProblemError
+from prefect_rlhf.planner.pricing.problem import OptionsTakeTooLongError, Problem, ProblemError
 from prefect_rlhf.planner.search.compiled.evaluator import value
 from prefect_rlhf.planner.search.compiled.tables import Tables
 from prefect_rlhf.planner.search.search import find_plan
@@ -25,6 +25,7 @@ from prefect_rlhf.rlhf_tasks.parallel.layout.shape import ModelShape
 OTHERS = ("mcmc", "heuristic", "symmetric", "hybrid", "disjoint", "colocated")
 MOST_CHOICES = 300_000  # a second or so of enumeration
 ROUNDING = 1e-9  # relative
+MOST_S = 60.0  # seconds that a search may have, if its options take so long
 
 
 def scarce_problem(number: int) -> Problem:
@@ -144,20 +145,35 @@ def _least(arrays, counts):
 
 def excess(problem: Problem, limit_s: float) -> float:
     """Of the search's seconds over the best of the other modes, which have half its limit, and over the best of all
-    choices, where they are few and the limit did not end the search before all options were priced; as a fraction, 0
-    if there is none."""
+    choices, where they are few; as a fraction, 0 if there is none.
+
+    A limit that ends the search before all options are priced is doubled: what is compared depends on no clock.
+    Raises TimeoutError where MOST_S are too few.
+    """
+    found_s, limit_s = searched(problem, limit_s)
     seconds: dict[str, float] = {}
     for mode in OTHERS:
         with suppress(PlanError, ProblemError):
             seconds[mode] = find_plan(problem, mode, limit_s / 2).iteration_time_s
-    found_s, late = math.inf, False
-    with suppress(PlanError, ProblemError):
-        result = find_plan(problem, "search", limit_s)
-        found_s, late = result.iteration_time_s, result.late
     with suppress(ProblemError):
         tables = Tables(problem)
-        if not late and math.prod(map(len, tables.options)) <= MOST_CHOICES:
+        if math.prod(map(len, tables.options)) <= MOST_CHOICES:
             seconds["enumeration"] = enumerated(tables)
     best_s = min(seconds.values(), default=math.inf)
     more = 0.0 if best_s == math.inf else found_s / best_s - 1
     return more if more > ROUNDING else 0.0
+
+
+def searched(problem: Problem, limit_s: float) -> tuple[float, float]:
+    """The seconds per iteration of the search's plan, infinite where none fits, and the limit in which it priced all
+    options: `limit_s`, twice that, and so on up to MOST_S."""
+    while limit_s <= MOST_S:
+        try:
+            result = find_plan(problem, "search", limit_s)
+            found_s, late = result.iteration_time_s, result.late
+        except (PlanError, ProblemError) as error:
+            found_s, late = math.inf, isinstance(error, OptionsTakeTooLongError)
+        if not late:
+            return found_s, limit_s
+        limit_s *= 2
+    raise TimeoutError(f"The options of a problem on {problem.cluster} are not priced in {limit_s / 2:g} s.")

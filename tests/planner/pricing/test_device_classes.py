@@ -184,7 +184,7 @@ def test_a_plan_that_lacks_memory_names_the_device_and_its_class(problem_on):
         find_plan(asked, "heuristic", 60.0)
     mixed = problem_on([A100, tiny])
     with pytest.raises(PlanError, match=r"Device [23] \(tiny\) lacks \d+ bytes: .* and has 10000000\."):
-        heuristic_plan(mixed.graph, mixed.model)
+        heuristic_plan(mixed)
 
 
 # Search

@@ -23,6 +23,7 @@ from prefect_rlhf.planner.pricing.devices import (
     sheet_of,
 )
 from prefect_rlhf.planner.pricing.plans import shortfall
+from prefect_rlhf.planner.pricing.problem import Problem
 from prefect_rlhf.planner.search.baselines import heuristic_plan
 
 A100 = preset("a100-80g-sxm")
@@ -69,7 +70,7 @@ def test_memory_is_kept_for_context_communicators_and_fragmentation():
 def test_a_plan_that_fits_only_without_what_is_kept_lacks_memory(make_graph, ppo_cost):
     graph, cluster = make_graph(), Cluster(1, 8)
     free = with_figures(context_bytes=0, communicator_bytes=0, fragmentation=0)
-    price = heuristic_plan(graph, ppo_cost(cluster, device=free)).price
+    price = heuristic_plan(Problem(graph, ppo_cost(cluster, device=free))).price
     needed = max(peak.total_bytes for peak in price.peaks.values())
     tight = free.model_copy(update={"memory_bytes": int(needed) + 1})
     assert shortfall(price, ppo_cost(cluster, device=tight)) is None
@@ -88,7 +89,7 @@ def test_under_the_slowest_figures_times_are_finite(make_graph, ppo_cost):
         between_hosts=DeviceLink(bytes_per_s=1, latency_s=1e6),
     )
     graph, model = make_graph(n_seqs=2**20, mini_batches=4), ppo_cost(Cluster(2, 8), device=slowest)
-    price = heuristic_plan(graph, model).price
+    price = heuristic_plan(Problem(graph, model)).price
     assert math.isfinite(price.iteration_time_s)
     assert all(map(math.isfinite, price.duration_s.values()))
 

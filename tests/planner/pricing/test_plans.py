@@ -440,7 +440,7 @@ def problem(name, *overrides):
 @pytest.mark.parametrize("name", ["plan-ppo-7b-7b", "plan-ppo-34b-7b", "plan-ppo-70b-7b", "plan-grpo-72b"])
 def test_the_parts_of_a_snapshot_add_up_to_a_commit(name):
     config, asked = problem(name)
-    plan = heuristic_plan(asked.graph, asked.model).plan
+    plan = heuristic_plan(asked).plan
     parts = saved_bytes(plan, asked.model)
     total = sum(sum(by_device.values()) for by_device in parts.values())
     need = disk_need(config, shapes_of(config), 1000, 2)

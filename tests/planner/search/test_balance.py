@@ -136,7 +136,7 @@ def test_after_the_deadline_no_further_choice_is_tried(problem_of, assign, monke
 
 def test_rules_without_a_spread_are_as_they_were(problem_of):
     problem = problem_of(None, "ppo", scoring_role="reward")
-    given = heuristic_plan(problem.graph, problem.model)
+    given = heuristic_plan(problem)
     assert balanced(given, problem) is given
 
 

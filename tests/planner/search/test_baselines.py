@@ -8,7 +8,7 @@ from prefect_rlhf.planner.plan.mesh import Cluster
 from prefect_rlhf.planner.plan.workload import Lengths
 from prefect_rlhf.planner.pricing.devices import preset
 from prefect_rlhf.planner.pricing.plans import shortfall
-from prefect_rlhf.planner.pricing.problem import Deadline
+from prefect_rlhf.planner.pricing.problem import Deadline, Problem
 from prefect_rlhf.planner.search import baselines
 from prefect_rlhf.planner.search.baselines import (
     Limits,
@@ -17,7 +17,9 @@ from prefect_rlhf.planner.search.baselines import (
     heuristic,
     heuristic_plan,
     hybrid,
+    hybrid_plan,
     symmetric,
+    symmetric_plan,
 )
 from prefect_rlhf.planner.search.compiled.tables import Tables, assignments_of
 from prefect_rlhf.rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -39,6 +41,33 @@ def test_tp_inside_a_host_then_pp_across_hosts(make_graph):
     assert found["actor_train"] == "dp=2 tp=8 pp=2"
     assert found["ref_inference"] == "dp=8 tp=4 pp=1"
     assert found["critic_train"] == "dp=32 tp=1 pp=1"
+
+
+@pytest.mark.parametrize(
+    ("max_tp", "actor", "ref"),
+    [(1, "dp=4 tp=1 pp=4", "dp=8 tp=1 pp=2"), (3, "dp=4 tp=2 pp=2", "dp=8 tp=2 pp=1")],
+)
+def test_where_tp_is_limited_stages_take_the_rest_of_a_host(make_graph, max_tp, actor, ref):
+    limits = {"actor": Limits(replica_devices=4), "ref": Limits(replica_devices=2)}
+    found = strategies(heuristic(make_graph(n_seqs=64), Cluster(2, 8), limits, max_tp))
+    assert found["actor_train"] == actor
+    assert found["ref_inference"] == ref
+    assert found["critic_train"] == "dp=16 tp=1 pp=1"
+
+
+@pytest.mark.parametrize("rule", [heuristic_plan, symmetric_plan, hybrid_plan])
+@pytest.mark.parametrize("max_tp", [1, 2])
+def test_a_plan_by_rule_has_no_larger_tp_than_its_problem_allows(make_graph, ppo_cost, rule, max_tp):
+    """7B models on hosts of eight 40 GB devices: a replica of one that is trained needs four of them."""
+    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 40 * 10**9, **ALL_FOR_TENSORS})
+    model = ppo_cost(Cluster(2, 8), device=small)
+    problem = Problem(make_graph(n_seqs=128, mini_batches=4), model, max_tp)
+    found = rule(problem)
+    assert shortfall(found.price, model) is None
+    chosen = {name: given.placement.strategy for name, given in assignments_of(found.plan).items()}
+    assert {one.tp for one in chosen.values()} <= {1, max_tp}
+    assert chosen["actor_train"].tp == max_tp
+    assert chosen["actor_train"].pp == 4 // max_tp
 
 
 def test_a_small_batch_bounds_dp(make_graph):
@@ -119,7 +148,7 @@ def test_a_generation_whose_replica_cannot_grow_decodes_fewer_sequences_at_a_tim
     shape = llama(**layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=8192)
     small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(2.0e9), **ALL_FOR_TENSORS})
     model = ppo_cost(Cluster(1, 1), shape, small, new_tokens=Lengths.fixed(3000))
-    found = heuristic_plan(make_graph(n_seqs=64, mini_batches=1), model)
+    found = heuristic_plan(Problem(make_graph(n_seqs=64, mini_batches=1), model))
     generate = assignments_of(found.plan)["actor_generate"]
     assert generate.micro_batches > 1
     assert shortfall(found.price, model) is None
@@ -137,7 +166,7 @@ def test_no_plan_is_built_whose_weights_alone_do_not_fit(make_graph, ppo_cost, l
     monkeypatch.setattr(baselines, "_plan", counted)
     model = ppo_cost(Cluster(4, 8), llama(num_hidden_layers=80, hidden_size=6656, intermediate_size=17920))
     (weights,) = model.parameter_bytes("actor", Placement((0,), ParallelStrategy()))
-    heuristic_plan(make_graph(n_seqs=512, mini_batches=1), model)
+    heuristic_plan(Problem(make_graph(n_seqs=512, mini_batches=1), model))
     assert tried[0] > 1
     assert min(tried) >= weights / model.classes.room_bytes(0)
 
@@ -145,12 +174,12 @@ def test_no_plan_is_built_whose_weights_alone_do_not_fit(make_graph, ppo_cost, l
 def test_a_rule_ends_its_first_try_and_begins_no_other_after_the_deadline(make_graph, ppo_cost, llama):
     """Each try is a plan of the whole cluster. The first one of this problem does not fit, a later one does."""
     model = ppo_cost(Cluster(4, 8), llama(num_hidden_layers=80, hidden_size=6656, intermediate_size=17920))
-    graph, polled = make_graph(n_seqs=512, mini_batches=1), list[bool]()
+    problem, polled = Problem(make_graph(n_seqs=512, mini_batches=1), model), list[bool]()
     past = Deadline(inf, lambda: not polled.append(True))
     with pytest.raises(PlanError, match="bytes"):
-        heuristic_plan(graph, model, past)
+        heuristic_plan(problem, past)
     assert len(polled) == 1
-    assert shortfall(heuristic_plan(graph, model).price, model) is None
+    assert shortfall(heuristic_plan(problem).price, model) is None
 
 
 def test_divisions_that_were_not_tried_in_time_are_not_said_to_fail(small_problem):

@@ -372,6 +372,24 @@ def test_a_plan_without_a_search_says_so_and_disjoint_is_refused(problem):
         find_plan(problem, "disjoint", time_limit_s=1e-9)
 
 
+@pytest.mark.parametrize("mode", ["search", "mcmc", "heuristic", "symmetric", "hybrid"])
+def test_a_plan_without_a_search_has_no_larger_tp_than_its_problem_allows(small_problem, mode):
+    """Training has two sequences at a time for four devices: without the limit, the rules take tp=2."""
+    late = find_plan(small_problem(Cluster(2, 2), max_tp=1), mode, time_limit_s=1e-9)
+    assert late.late
+    assert "nothing was searched: this is the best plan by rule" in proof_sentence(late)
+    assert {given.placement.strategy.tp for given in assignments_of(late.plan).values()} == {1}
+
+
+def test_a_plan_by_hand_may_have_a_larger_tp_than_a_search(small_problem):
+    problem = small_problem(Cluster(1, 2), max_tp=1)
+    given = assignments_of(find_plan(small_problem(Cluster(1, 2)), "hybrid", TO_THE_END_S).plan)
+    assert given["actor_generate"].placement.strategy.tp == 2
+    manual = find_plan(problem, "manual", TO_THE_END_S, evaluate=given)
+    assert assignments_of(manual.plan) == given
+    assert not manual.proven_optimal
+
+
 def tables_of_all(now: list[float], seconds: float):
     """Tables that take no time with few micro-batches, and `seconds` with all: they are late after the deadline."""
 
@@ -450,7 +468,9 @@ def test_where_options_take_longer_than_the_limit_and_no_rule_has_a_plan_the_lim
     small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 30 * 10**9, **ALL_FOR_TENSORS})
     problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8), device=small))
     with pytest.raises(
-        ProblemError, match=r"options of call 'actor_generate' .* 1x8 takes longer than the time limit"
+        ProblemError,
+        match=r"options of call 'actor_generate' .* 1x8 takes longer than the time limit\. Raise it, or choose fewer "
+        r"devices for a host\.$",
     ):
         find_plan(problem, "search", time_limit_s=1e-9)
 
