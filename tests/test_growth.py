@@ -22,7 +22,7 @@ NODE = re.compile(
 
 TABLE = {
     "files": 376,
-    "hundreds of lines": 820,
+    "hundreds of lines": 821,
     "lines of the longest file": 710,
     "modules of the fullest folder": 17,
     "configuration paths of PPO": 160,

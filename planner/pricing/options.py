@@ -62,7 +62,9 @@ ALL_CUTS = 16
 """On clusters of at most this many hosts, every host is a cut point."""
 
 
-@lru_cache(maxsize=8)  # options at one placement follow one another; on large clusters each takes a millisecond
+@lru_cache(
+    maxsize=8
+)  # options at one placement follow one another; on large clusters each takes a millisecond
 def _placement(first: int, strategy: ParallelStrategy) -> Placement:
     """The placement on the mesh that begins at device `first`."""
     return Placement(tuple(range(first, first + strategy.size)), strategy)
