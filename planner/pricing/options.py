@@ -62,9 +62,8 @@ ALL_CUTS = 16
 """On clusters of at most this many hosts, every host is a cut point."""
 
 
-@lru_cache(
-    maxsize=8
-)  # options at one placement follow one another; on large clusters each takes a millisecond
+# Options at one placement follow one another, and on large clusters a placement takes a millisecond to make.
+@lru_cache(maxsize=8)
 def _placement(first: int, strategy: ParallelStrategy) -> Placement:
     """The placement on the mesh that begins at device `first`."""
     return Placement(tuple(range(first, first + strategy.size)), strategy)
@@ -315,7 +314,7 @@ def call_options(
     few      with few numbers of micro-batches (`micro_batch_counts`)
     offload  with offloaded ones; where only the offloaded one fits, it stands for both
     sharded  with sharded weights also where whole ones fit
-    known    gets what is priced, for the same call with another value of `sharded`
+    known    gets what is priced, for the same arguments with another value of `sharded`
     Raises ProblemError when none fits; it names the smallest shortfall and the fields that would reduce it. Raises
     OptionsTakeTooLongError when the deadline has passed.
     """

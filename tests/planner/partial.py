@@ -1,6 +1,6 @@
 """Random choices of options and partial choices that they complete, for the tests of bounds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -76,11 +76,18 @@ def partial_choices(tables: Tables, r: Relaxation, n_choices: int) -> Iterator[P
             yield Partial(alike, chosen, away > 0, time_s, excess_bytes, bounded_s, rows, meet, moves)
 
 
-def checked_after_training(problem: Problem) -> Problem:
-    """The actor generates, is trained, and is looked at as trained: a copy for a reader of the same iteration."""
+def checked_after_training(problem: Problem, beside: Sequence[str] = ()) -> Problem:
+    """The actor generates, is trained, and is looked at as trained: a copy for a reader of the same iteration.
+
+    beside  other calls of the problem, which then run too
+    """
     graph = problem.graph
     generate, train, ref = (graph.call(name) for name in ("actor_generate", "actor_train", "ref_inference"))
     made = {*graph.dataset_keys, *generate.outputs}
+    others = [
+        call.model_copy(update={"inputs": tuple(key for key in call.inputs if key in made)})
+        for call in map(graph.call, beside)
+    ]
     kept = tuple(key for key in train.inputs if key in made)
     calls = [
         generate,
@@ -94,5 +101,6 @@ def checked_after_training(problem: Problem) -> Problem:
                 "remap": {},
             }
         ),
+        *others,
     ]
     return Problem(DataflowGraph(calls, graph.dataset_keys, name="checked"), problem.model)

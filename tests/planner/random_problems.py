@@ -147,8 +147,8 @@ def excess(problem: Problem, limit_s: float) -> float:
     """Of the search's seconds over the best of the other modes, which have half its limit, and over the best of all
     choices, where they are few; as a fraction, 0 if there is none.
 
-    A limit that ends the search before all options are priced is doubled: what is compared depends on no clock.
-    Raises TimeoutError where MOST_S are too few.
+    A limit that ends the search before all options are priced is doubled, since then it has looked at few. Raises
+    TimeoutError where MOST_S are too few.
     """
     found_s, limit_s = searched(problem, limit_s)
     seconds: dict[str, float] = {}

@@ -8,8 +8,9 @@ Rows form a hierarchy with four levels:
 Meshes stand above strategies, because most options are cut for their mesh: the calls on its devices take too long
 together. In every figure that the bounds use, a row is as good as the best of the options that it stands for.
 
-A move is the reallocation of a trained role's parameters to one of its readers. Between rows without meshes it is
-bounded by kinds: a kind is a row of all options with one strategy on meshes of one size. It is below no other row.
+A move is the reallocation of a trained role's parameters to one of its readers. Unless one side has a placement and
+the other a mesh, it is bounded by kinds: a kind is a row of all options with one strategy on meshes of one size. It
+is below no other row.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from prefect_rlhf.planner.plan.graph import DataflowGraph
 from prefect_rlhf.planner.search.bounds.cycles import data_order
 from prefect_rlhf.planner.search.compiled.arrays import Arrays, Rows
 from prefect_rlhf.planner.search.compiled.compile import Bools, Floats, Ints, compiled, inner
@@ -48,9 +50,9 @@ class Relaxation(NamedTuple):
                   and options have none
     call          [rows] the call of each row
     least         [rows, 6] the smallest of resident, frozen, copy, active bytes over the stages; and of the resident
-                  bytes and of the onload's if it is offloaded, where it can be
+                  bytes and of the onload's if it is offloaded, where it can be (a train_step: or is not)
     away_s        [rows] the least seconds that a train_step takes more if it is offloaded; 0: other calls
-    while_idle    [calls, calls] bool: whether the second may run while the first one's role is idle
+    while_away    [calls, calls] bool: whether the second may run while what the first one onloads is away
     fastest       [calls] seconds of the fastest option
     data          [calls, calls] bool: whether an edge of data leads from one to the other
     ends, begins  [calls] bool: whether the call is the last, the first of a path of data
@@ -58,7 +60,7 @@ class Relaxation(NamedTuple):
     alone         [moves] bool: no other call can share the reader's copy
     position      [orders, calls] place of each call
     source        the call that the fetch feeds
-    keys, known_s  a cache of `moves_s`: [KNOWN_MOVES] keys, [KNOWN_MOVES, 4] seconds
+    keys, known_s  a cache of `_least_moves`: [KNOWN_MOVES] keys, [KNOWN_MOVES, 4] seconds
     """
 
     arrays: Arrays
@@ -69,7 +71,7 @@ class Relaxation(NamedTuple):
     call: Ints
     least: Floats
     away_s: Floats
-    while_idle: Bools
+    while_away: Bools
     fastest: Floats
     data: Bools
     ends: Bools
@@ -91,7 +93,7 @@ def relaxation(tables: Tables) -> Relaxation:
     number = {name: i for i, name in enumerate(names)}
     ordered = data_order(graph)
     moves = np.array(_moves(tables, number), np.int64).reshape(-1, 4).T.copy()
-    roles, (rows, above, kinds) = [call.role for call in graph.calls], _levels(arrays)
+    rows, above, kinds = _levels(arrays)
     return Relaxation(
         arrays=arrays._replace(options=rows.options),
         above=above,
@@ -101,7 +103,7 @@ def relaxation(tables: Tables) -> Relaxation:
         call=rows.call,
         least=rows.least,
         away_s=rows.away_s,
-        while_idle=np.array([[b in idle for b in names] for idle in map(graph.while_idle, roles)]),
+        while_away=_while_away(graph, moves),
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
         ends=np.array([not ordered.out_degree(name) for name in names]),
@@ -183,11 +185,24 @@ def _least_stages(arrays: Arrays) -> tuple[Floats, Floats]:
             least[own:away, 4:] = least[away:end, 4:]
             away_s[own:away] = np.maximum(seconds[away:end] - seconds[own:away], 0.0)
             if arrays.trainer[call] == call:
-                # Two chunks of a small state may be more than the whole: then it is no smaller offloaded.
-                kept = least[own:away, 0]
+                # Two chunks of a small state may be more than the whole: then it is no smaller offloaded. An option
+                # that fits only offloaded, which has the same stages in both places, cannot be kept.
+                stage = arrays.options.stage
+                only_away = stage[own:away] == stage[away:end]
+                kept = np.where(only_away, np.inf, least[own:away, 0])
                 least[own:away, 4] = np.minimum(least[own:away, 4], kept)
                 least[own:away, 5] = np.minimum(least[own:away, 5], kept - least[own:away, 4])
     return least, away_s
+
+
+def _while_away(graph: DataflowGraph, moves: Ints) -> Bools:
+    """while_away of Relaxation. What a train_step onloads leaves when its readers in other places have their copies:
+    before a reader of the same iteration runs."""
+    names = [call.name for call in graph.calls]
+    found = np.array([[name in graph.while_idle(call.role) for name in names] for call in graph.calls])
+    for trainer in moves[0, moves[2] == 0]:
+        found[trainer, np.arange(len(names)) != trainer] = True
+    return found
 
 
 def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, bool]]:
@@ -344,8 +359,8 @@ def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
     choice  [calls] int64 rows, or OPEN
     kept    number of a train_step that is not offloaded, or OPEN
 
-    Each call counts with its least stage, and as if it were offloaded if it can be and is not kept. Only the first
-    device of each mesh is checked: one of these holds the most.
+    Each call counts with its least stage, and as if it were offloaded if that is less and it is not kept. Only the
+    first device of each mesh is checked: one of these holds the most.
     """
     o, n = r.arrays.options, r.arrays.n_calls
     static, needed, onloaded, on = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n, np.bool_)
@@ -374,7 +389,7 @@ def lacks(r: Relaxation, choice: Ints, kept: int) -> bool:
                 if on[call]:
                     during = needed[call]
                     for other in range(n):
-                        during += onloaded[other] if on[other] and not r.while_idle[other, call] else 0.0
+                        during += onloaded[other] if on[other] and not r.while_away[other, call] else 0.0
                     peak = max(peak, during)
             if held + peak > memory_of(r.arrays, device):
                 return True

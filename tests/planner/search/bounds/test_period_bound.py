@@ -105,7 +105,7 @@ def test_it_does_on_devices_of_two_classes(small_problem):
     assert tight > 100
 
 
-@pytest.fixture(params=["whole", "two hosts", "adapters on shared weights", "sharded"])
+@pytest.fixture(params=["whole", "two hosts", "adapters on shared weights", "sharded", "checked"])
 def scarce(request, small_problem, lora):
     """A problem whose choices lack memory, most of them."""
     made = {
@@ -113,6 +113,9 @@ def scarce(request, small_problem, lora):
         "two hosts": lambda: small_problem(Cluster(2, 2), memory=0.35e9),
         "adapters on shared weights": lambda: small_problem(Cluster(2, 2), memory=0.25e9, lora=lora),
         "sharded": lambda: crowded_problem(15),
+        "checked": lambda: checked_after_training(
+            small_problem(Cluster(1, 2), memory=0.3e9), ("critic_inference", "critic_train")
+        ),
     }
     return made[request.param]()
 
