@@ -180,18 +180,19 @@ def _least_stages(arrays: Arrays) -> tuple[Floats, Floats]:
     least[:, 5] *= arrays.options.onloaded
     away_s, seconds = np.zeros(len(least)), arrays.options.seconds
     for call in range(arrays.n_calls):
-        own, away, end = arrays.start[call], arrays.offloaded[call], arrays.start[call + 1]
-        if away < end:
-            least[own:away, 4:] = least[away:end, 4:]
-            away_s[own:away] = np.maximum(seconds[away:end] - seconds[own:away], 0.0)
+        here = slice(arrays.start[call], arrays.offloaded[call])
+        away = slice(arrays.offloaded[call], arrays.start[call + 1])
+        if away.start < away.stop:
+            least[here, 4:] = least[away, 4:]
+            away_s[here] = np.maximum(seconds[away] - seconds[here], 0.0)
             if arrays.trainer[call] == call:
                 # Two chunks of a small state may be more than the whole: then it is no smaller offloaded. An option
                 # that fits only offloaded, which has the same stages in both places, cannot be kept.
                 stage = arrays.options.stage
-                only_away = stage[own:away] == stage[away:end]
-                kept = np.where(only_away, np.inf, least[own:away, 0])
-                least[own:away, 4] = np.minimum(least[own:away, 4], kept)
-                least[own:away, 5] = np.minimum(least[own:away, 5], kept - least[own:away, 4])
+                only_away = stage[here] == stage[away]
+                whole = np.where(only_away, np.inf, least[here, 0])
+                least[here, 4] = np.minimum(least[here, 4], whole)
+                least[here, 5] = np.minimum(least[here, 5], whole - least[here, 4])
     return least, away_s
 
 
@@ -199,10 +200,10 @@ def _while_away(graph: DataflowGraph, moves: Ints) -> Bools:
     """while_away of Relaxation. What a train_step onloads leaves when its readers in other places have their copies:
     before a reader of the same iteration runs."""
     names = [call.name for call in graph.calls]
-    found = np.array([[name in graph.while_idle(call.role) for name in names] for call in graph.calls])
+    away = np.array([[name in graph.while_idle(call.role) for name in names] for call in graph.calls])
     for trainer in moves[0, moves[2] == 0]:
-        found[trainer, np.arange(len(names)) != trainer] = True
-    return found
+        away[trainer, np.arange(len(names)) != trainer] = True
+    return away
 
 
 def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, bool]]:

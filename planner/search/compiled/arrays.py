@@ -402,11 +402,11 @@ def n_patterns(graph: DataflowGraph) -> int:
 
 
 class _Common(dict[int, Set[tuple[int, int]]]):
-    """Set of calls -> the values that all of them may have. Bit c of a set stands for call c. own: [calls] the values
-    that each may have"""
+    """Set of calls -> the values that all of them may have. Bit c of a set stands for call c. of_calls: [calls] the
+    values that each may have"""
 
-    def __init__(self, own: Sequence[Set[tuple[int, int]]]) -> None:
-        super().__init__((1 << call, values) for call, values in enumerate(own))
+    def __init__(self, of_calls: Sequence[Set[tuple[int, int]]]) -> None:
+        super().__init__((1 << call, values) for call, values in enumerate(of_calls))
 
     def __missing__(self, calls: int) -> Set[tuple[int, int]]:
         last = 1 << (calls.bit_length() - 1)
