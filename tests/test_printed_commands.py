@@ -52,7 +52,10 @@ FOLLOWED = {"docs/tutorial.md"}
 """Pages that a test of their own follows."""
 SLOW = {"run", "doctor", "profile", "generate", "chat", "export", "ui", "python", "pause", "plan", "rehearse"}
 """Commands that load a model, search a plan, or start ranks or servers."""
-LONG = {f"docs/how-to/{name}.md" for name in ("check-a-model", "pause", "plan", "several-gpus")}
+LONG = {
+    f"docs/how-to/{name}.md"
+    for name in ("agents", "check-a-model", "pause", "plan", "recurring", "results", "resume", "several-gpus")
+}
 """Pages whose commands take minutes: not in continuous integration."""
 FINISHED = ("a", "b", "NAME")
 """Runs that pages name: copies of the run `sums`."""
