@@ -26,7 +26,7 @@ from pathlib import Path
 from prefect_rlhf.rlhf_tasks.system.child_processes import wake_after_parent
 
 COLLECT_EVERY_S = 2.0
-ALL_EVERY = 30  # collections: most look only at what is young
+ALL_EVERY = 4  # collections: others look only at what is young. Below LOCKED_S: garbage may hold a lock
 LOCKED_S = 10.0  # to wait for the database's lock: only this server writes to it, so a longer lock is a fault
 
 
@@ -123,8 +123,9 @@ def collect_beside() -> None:
     database's lock holds that mutex, up to 60 s in Prefect. If the loop collected, it would stop for as long, and
     with it the request that has the lock.
     """
-    gc.freeze()  # what is there stays: to look at all of it takes a fifth of a second, in which nobody is served
     gc.disable()
+    gc.collect()
+    gc.freeze()  # what is there stays: to look at all of it takes a fifth of a second, in which nobody is served
 
     def collect() -> None:
         for number in itertools.count(1):

@@ -195,6 +195,8 @@ def _fit(problem: Problem, rule: Rule, deadline: Deadline) -> Priced:
         if fullest.total_bytes <= model.classes.room_bytes(scarcest):
             raise PlanError(missing)  # a host's memory lacks: no other replica keeps less there
         for larger in _larger_demands(fullest, graph, assignments, demand):
+            if deadline.is_past():
+                raise PlanError(missing)
             with suppress(PlanError):
                 assignments, demand = follow(larger), larger
                 break
@@ -311,8 +313,9 @@ def _assign(
     wide  the strategies with the largest tp come first
     """
     most_dp = call.n_groups // call.blocks
+    most_pp = min((limit.max_pp for limit in limits if limit.max_pp is not None), default=cluster.n_devices)
     for mesh in meshes_from_start(cluster):
-        strategies = _strategies(mesh.size, cluster.devices_per_host, max_tp)
+        strategies = _strategies(mesh.size, cluster.devices_per_host, max_tp, most_pp)
         for strategy in sorted(strategies, key=lambda one: -one.tp if wide else 0):
             if strategy.dp <= most_dp and all(limit.allow(strategy) for limit in limits):
                 return CallAssignment(
@@ -334,16 +337,18 @@ def _micro_batches(call: ModelFunctionCall, strategy: ParallelStrategy) -> int:
     return max(1, min(2 * strategy.pp, least_share(call, strategy.dp)))
 
 
-def _strategies(size: int, devices_per_host: int, max_tp: int | None) -> Iterator[ParallelStrategy]:
+def _strategies(
+    size: int, devices_per_host: int, max_tp: int | None, most_pp: int
+) -> Iterator[ParallelStrategy]:
     """Strategies on a mesh, smallest replica first: tp grows up to a host's devices, or to their largest divisor
-    within `max_tp`; then pp grows over the rest."""
+    within `max_tp`; then pp grows over the rest, up to `most_pp`."""
     host, widest = min(size, devices_per_host), 1
     for tp in range(1, min(host, max_tp or host) + 1):
         if host % tp == 0:
             widest = tp
             yield ParallelStrategy(size // tp, tp, 1)
     rest = size // widest
-    for pp in range(2, rest + 1):
+    for pp in range(2, min(rest, most_pp) + 1):
         if rest % pp == 0:
             yield ParallelStrategy(rest // pp, widest, pp)
 
