@@ -21,6 +21,7 @@ import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+from prefect_rlhf.flows.cluster import server_process
 from prefect_rlhf.flows.cluster.server import (
     RESTARTS,
     OwnServer,
@@ -74,6 +75,23 @@ GARBAGE = textwrap.dedent("""
     has_lock.execute("ROLLBACK")
     writer.join()
     print(outcome)
+""")
+
+# In a process of its own, as the collector is the whole process's.
+OLD_GARBAGE = textwrap.dedent("""
+    import time, weakref
+    from prefect_rlhf.flows.cluster import server_process
+    server_process.COLLECT_EVERY_S = 0.05
+    server_process.collect_beside()
+    class Kept: pass
+    kept = Kept()
+    kept.itself, alive = kept, weakref.ref(kept)
+    time.sleep(0.5)  # several collections have seen it
+    del kept
+    deadline = time.monotonic() + 20
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    print(alive())
 """)
 
 
@@ -154,6 +172,15 @@ def test_a_cursor_that_becomes_garbage_does_not_stop_the_server_while_its_connec
     arguments = [sys.executable, "-c", GARBAGE, str(tmp_path / "db"), "20"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_what_becomes_garbage_late_is_collected_sooner_than_a_lock_would_be_a_fault():
+    """Most collections look only at what is young."""
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_GARBAGE], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.stdout == "None\n", done.stderr
+    assert server_process.COLLECT_EVERY_S * server_process.ALL_EVERY < server_process.LOCKED_S
 
 
 def test_a_server_that_is_killed_comes_back_with_its_data_at_the_same_address(tmp_path, caplog, monkeypatch):
